@@ -56,10 +56,21 @@ def take_rows(buffer: torch.Tensor, index: torch.LongTensor, dim: int = 0, stati
     return rows
 
 
-def count_rows(*tensors: torch.Tensor | None) -> int | None:
-    """Returns the size of the first dimension of the first of `tensors` that has one, `None` if there is none."""
-    # Dynamic layers start from `torch.tensor([])`, which has no rows yet
-    return next((tensor.shape[0] for tensor in tensors if tensor is not None and tensor.dim() > 1), None)
+def count_rows(states: Any) -> int | None:
+    """
+    Returns the number of rows of the first tensor in `states` that has any, `None` if there is none.
+
+    Args:
+        states (`torch.Tensor`, or nested `list`, `tuple` or `dict` of such): States with the rows first. Tensors of less
+            than two dimensions are none: lengths, and the `torch.tensor([])` that dynamic layers start from.
+    """
+    if isinstance(states, torch.Tensor):
+        return states.shape[0] if states.dim() > 1 else None
+    if isinstance(states, dict):
+        states = states.values()
+    elif not isinstance(states, (list, tuple)):
+        return None
+    return next((rows for rows in map(count_rows, states) if rows is not None), None)
 
 
 def _definer(cls: type, method: str) -> int:
@@ -81,9 +92,12 @@ class CacheExpansionMixin:
                 setattr(cls, method, vars(CacheExpansionMixin)[method])
 
     def cached_rows(self) -> int | None:
-        """Returns the number B of rows held, `None` if nothing is held. Static buffers hold rows of zeros, too."""
-        linear_states = (getattr(self, name, {}).values() for name in ("conv_states", "recurrent_states"))
-        return count_rows(getattr(self, "keys", None), *(state for states in linear_states for state in states))
+        """
+        Returns the number B of rows held, `None` if nothing is held. Static buffers hold rows before they are filled.
+        For caches whose first tensor has its rows elsewhere than first, or that keep their tensors in other objects, it
+        has to be overridden.
+        """
+        return count_rows(vars(self))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """
@@ -117,7 +131,8 @@ class StaticLayerExpansionMixin:
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.is_initialized:
-            self.keys, self.values = take_rows(self.keys, beam_idx), take_rows(self.values, beam_idx)
+            self.keys = take_rows(self.keys, beam_idx)
+            self.values = take_rows(self.values, beam_idx)
             self.batch_size = self.keys.shape[0]
 
 
@@ -143,22 +158,12 @@ class QuantizedLayerExpansionMixin:
     def cached_rows(self) -> int | None:
         if not self.is_initialized:
             return None
-        if (rows := super().cached_rows()) is not None:
-            return rows
-        if (pending := getattr(self, "_pending_beam_idx", None)) is not None:
+        stored, pending = self._quantized_keys, getattr(self, "_pending_beam_idx", None)
+        if pending is not None:
             return pending.shape[0]
-        stored = self._quantized_keys
-        if isinstance(stored, tuple) and isinstance(stored[1], dict):
-            # HQQ packs the values, and keeps their shape beside them
-            return stored[1]["shape"][0]
-        return count_rows(stored[0] if isinstance(stored, tuple) else stored)
-
-
-class ReferenceWindowLayerExpansionMixin:
-    """Rows of unlimited_ocr's dynamic layers: the prompt lies beside the sliding window, which decoding fills."""
-
-    def cached_rows(self) -> int | None:
-        return count_rows(self.prefill_keys, self.keys)
+        # HQQ packs its values, and keeps their shape beside them
+        packed = isinstance(stored, tuple) and isinstance(stored[1], dict)
+        return stored[1]["shape"][0] if packed else count_rows(stored)
 
 
 class StaticReferenceWindowLayerExpansionMixin:
@@ -167,7 +172,8 @@ class StaticReferenceWindowLayerExpansionMixin:
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if not self.is_initialized:
             return
-        keys, values = (buffer.index_select(0, beam_idx.to(buffer.device)) for buffer in (self.all_keys, self.all_values))
+        beam_idx = beam_idx.to(self.all_keys.device)
+        keys, values = self.all_keys.index_select(0, beam_idx), self.all_values.index_select(0, beam_idx)
         if keys.shape != self.all_keys.shape:
             self.batch_size = keys.shape[0]
             self._allocate_key_value_buffers(self.prefill_keys.shape[-2])
@@ -184,7 +190,7 @@ class MiniMaxCacheExpansionMixin:
         return len(self)
 
     def cached_rows(self) -> int | None:
-        return count_rows(*(state for state in self.linear_cache if len(state) > 0)) or cache_rows(self.layers)
+        return count_rows(self.linear_cache) or cache_rows(self.layers)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -193,18 +199,8 @@ class MiniMaxCacheExpansionMixin:
                 self.linear_cache[position] = take_rows(state, beam_idx, static=False)
 
 
-class ReformerCacheExpansionMixin(CacheExpansionMixin):
-    """Buckets and hidden states of reformer, of shape `(B, ...)` and `(B, L, D)`."""
-
-    def cached_rows(self) -> int | None:
-        return count_rows(*self.states_cache)
-
-
 class XLSTMCacheExpansionMixin(CacheExpansionMixin):
     """States of xlstm, three tensors a layer with the rows first, allocated with the cache."""
-
-    def cached_rows(self) -> int | None:
-        return count_rows(*(state for states in self.rnn_state.values() for state in states))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorders the cache for beam search, given the selected beam indices."""
@@ -214,9 +210,6 @@ class XLSTMCacheExpansionMixin(CacheExpansionMixin):
 
 class PaddingCacheExpansionMixin(CacheExpansionMixin):
     """Left context of streaming convolutions, a list of tensors of shape `(B, channels, padding)`, `None` if unused."""
-
-    def cached_rows(self) -> int | None:
-        return count_rows(*self.padding_cache)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorders the cache for beam search, given the selected beam indices."""
@@ -229,7 +222,7 @@ class LayeredPaddingCacheExpansionMixin(CacheExpansionMixin):
     """Left context of streaming convolutions, one static tensor `cache` of shape `(B, channels, padding)` a layer."""
 
     def cached_rows(self) -> int | None:
-        return count_rows(*(layer.cache for layer in self.layers.values()))
+        return count_rows([layer.cache for layer in self.layers.values()])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorders the cache for beam search, given the selected beam indices."""
@@ -323,7 +316,7 @@ def layers_to_repeat(cache: Any, repeats: int) -> range:
     check_layers(cache, "batch_repeat_interleave")
     if check_repeats(repeats) == 1:
         return range(0)
-    if cache.offloading:
+    if getattr(cache, "offloading", False):
         # Copies between the devices, started by the last forward, may still be under way
         for device in {getattr(layer, "device", None) for layer in cache.layers}:
             if device is not None and device.type == "cuda":

@@ -222,6 +222,7 @@ class SharedPrefixLayer(DynamicLayer):
         return plain
 
     def _fill(self, plain: DynamicLayer) -> None:
+        self._check_read()
         if self._keys.tensors:
             plain.lazy_initialization(*self._keys.tensors[:1], *self._values.tensors[:1])
             # A view of the buffer would keep the room behind it alive
@@ -320,12 +321,15 @@ class SharedPrefixLayer(DynamicLayer):
         """Number of tokens that the new ones may look at, themselves included. `None` means all."""
         return None
 
-    def _check_update(self, *new_states: torch.Tensor) -> None:
+    def _check_read(self) -> None:
         if self._handed_over is not None and not self._handed_over.is_read:
             raise RuntimeError(
                 "The attention function did not read the shared prefix that it was given: it has attended to the suffix "
                 "alone. This attention module can't share a prompt; use `prompt_expansion='copy'`."
             )
+
+    def _check_update(self, *new_states: torch.Tensor) -> None:
+        self._check_read()
         for name, new, states in zip(("key_states", "value_states"), new_states, self._states, strict=True):
             held = next(iter(states.tensors), None)
             if held is not None and (new.shape[0] != self.cached_rows() or new.dtype != held.dtype):
@@ -411,6 +415,7 @@ class SharedPrefixLayer(DynamicLayer):
             self._take_rows(torch.arange(self.cached_rows(), device=getattr(indices, "device", None))[indices])
 
     def _take_rows(self, rows: torch.LongTensor) -> None:
+        self._check_read()
         prefix = self._keys.prefix
         if prefix is not None and not _last_check.stays_within_items(rows, prefix.shape[0], self.repeats):
             items, repeats = _group_rows(rows.cpu() // self.repeats)

@@ -44,10 +44,37 @@ SUPPORTED_ARGUMENTS = {
     "softcap",
 }
 
-# Attributes and global names that occur in upstream's eager attention functions
-EAGER_NAMES = set(
-    ["F", "cat", "contiguous", "dropout", "dtype", "expand", "float", "float32", "functional", "getattr", "hasattr", "head_dim", "logsumexp", "matmul", "max", "nn", "num_key_value_groups", "repeat_kv", "reshape", "shape", "sigmoid", "sinks", "size", "softmax", "tanh", "to", "torch", "training", "transpose", "type", "unsqueeze", "values", "view", "maybe_autocast", "device"]
-)
+# What standard eager attention reads: its arguments, and these attributes and global names at most
+EAGER_ARGUMENTS = {"query", "key", "value", "attention_mask", "scaling"}
+EAGER_NAMES = {
+    *("F", "cat", "contiguous", "device", "dropout", "dtype", "expand", "float", "float32", "functional", "getattr"),
+    *(
+        "hasattr",
+        "head_dim",
+        "logsumexp",
+        "matmul",
+        "max",
+        "maybe_autocast",
+        "nn",
+        "num_key_value_groups",
+        "repeat_kv",
+    ),
+    *(
+        "reshape",
+        "shape",
+        "sigmoid",
+        "sinks",
+        "size",
+        "softmax",
+        "tanh",
+        "to",
+        "torch",
+        "training",
+        "transpose",
+        "type",
+    ),
+    *("unsqueeze", "values", "view"),
+}
 
 
 @dataclass
@@ -105,23 +132,63 @@ def _is_layer_read(node: ast.AST) -> bool:
     )
 
 
+def _asks_for_eager(node: ast.AST) -> bool:
+    """The expression `self.config._attn_implementation == "eager"`."""
+    return (
+        isinstance(node, ast.Compare)
+        and _dotted(node.left) == IMPLEMENTATION
+        and isinstance(node.ops[0], ast.Eq)
+        and getattr(node.comparators[0], "value", None) == "eager"
+    )
+
+
+def _is_interface(node: ast.AST) -> bool:
+    """A call `ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, <name>)`."""
+    return (
+        isinstance(node, ast.Call)
+        and _dotted(node.func) == "ALL_ATTENTION_FUNCTIONS.get_interface"
+        and len(node.args) == 2
+        and _dotted(node.args[0]) == IMPLEMENTATION
+        and isinstance(node.args[1], ast.Name)
+    )
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
+def _always(function: ast.FunctionDef, is_such: Callable[[ast.AST], bool]) -> set[str]:
+    """The variables that are only ever assigned such values."""
+    names = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    such = [
+        target.id
+        for node in ast.walk(function)
+        for target in _targets(node)
+        if _name_of(target) and is_such(node.value)
+    ]
+    return {name for name in such if names.count(name) == such.count(name)}
+
+
 class _Flow:
     """
     Follows keys and values through the statements of a method. The state maps a variable to where it may come from:
-    `"update"`, or `"layer"` (read from a cross-attention cache, or returned by the update that fills it).
+    `"update"`, or `"layer"` (read from a cross-attention cache, or returned by the update that fills it). A variable has
+    one role in the whole method: it holds keys, or values.
     """
 
     def __init__(self, function: ast.FunctionDef, is_eager: bool):
         self.kwargs = function.args.kwarg.arg if function.args.kwarg else None
         self.is_eager = is_eager
         self.use = CacheUse()
-        self.eager_flags: set[str] = set()
-        self.interfaces: set[str] = set()
+        self.eager_flags = _always(function, _asks_for_eager)
+        self.interfaces = _always(function, _is_interface)
+        self.roles: dict[str, set[str]] = {"keys": set(), "values": set()}
         self.follow(function.body, {})
-        mentions_cross_cache = any(
-            isinstance(node, ast.Attribute) and node.attr == "cross_attention_cache" for node in ast.walk(function)
-        )
-        if self.use.reads_layers and not mentions_cross_cache:
+        nodes = list(ast.walk(function))
+        self.use.eager_functions = {node.args[1].id for node in nodes if _is_interface(node)}
+        if any(_name_of(node) == self.kwargs and isinstance(node.ctx, ast.Store) for node in nodes if _name_of(node)):
+            self.reject({"update"}, f"assigns to `{self.kwargs}`")
+        if self.use.reads_layers and not any(getattr(node, "attr", None) == "cross_attention_cache" for node in nodes):
             self.reject({"update", "layer"}, "reads keys from a cache that is not an encoder-decoder cache")
 
     def reject(self, sources: set[str], reason: str) -> None:
@@ -137,8 +204,10 @@ class _Flow:
                 state = self.follow_branches(statement, state)
             elif isinstance(statement, (ast.With, ast.For, ast.While, ast.Try)):
                 state = self.follow_block(statement, state)
-            elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
-                self.follow_assignment(statement, state)
+            elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and len(_targets(statement)) == 1:
+                self.follow_assignment(_targets(statement)[0], statement.value, state)
+            elif isinstance(statement, ast.AugAssign) and _name_of(statement.target) in state:
+                self.reject(state[statement.target.id], "uses keys or values in another way than attention")
             else:
                 self.check(statement, state)
             if state is None or isinstance(statement, (ast.Return, ast.Raise)):
@@ -167,64 +236,26 @@ class _Flow:
         """Whether a condition is false because it asks for eager attention, which is not in use."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             return any(self.is_false(operand) for operand in test.values)
-        return not self.is_eager and (_name_of(test) in self.eager_flags or self.asks_for_eager(test))
+        return not self.is_eager and (_name_of(test) in self.eager_flags or _asks_for_eager(test))
 
-    @staticmethod
-    def asks_for_eager(node: ast.expr) -> bool:
-        return (
-            isinstance(node, ast.Compare)
-            and _dotted(node.left) == IMPLEMENTATION
-            and isinstance(node.ops[0], ast.Eq)
-            and getattr(node.comparators[0], "value", None) == "eager"
-        )
-
-    def follow_assignment(self, statement: ast.Assign | ast.AnnAssign, state: dict[str, set[str]]) -> None:
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        target, value = targets[0], statement.value
-        names = [
-            node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        ]
-        for name in names:
-            state.pop(name, None) if not self.reads(value, name) else None
-        pairs = zip(target.elts, value.elts, strict=False) if isinstance(value, ast.Tuple) and isinstance(
-            target, ast.Tuple) else [(target, value)]  # fmt: skip
-        for part, part_value in pairs:
-            self.follow_value(part, part_value, state)
-        if self.kwargs in names:
-            self.reject({"update"}, f"assigns to `{self.kwargs}`")
-
-    @staticmethod
-    def reads(node: ast.AST | None, name: str) -> bool:
-        return node is not None and any(_name_of(part) == name for part in ast.walk(node))
-
-    def follow_value(self, target: ast.expr, value: ast.expr | None, state: dict[str, set[str]]) -> None:
-        if value is None:
+    def follow_assignment(self, target: ast.expr, value: ast.expr | None, state: dict[str, set[str]]) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for part, part_value in zip(target.elts, value.elts, strict=True):
+                self.follow_assignment(part, part_value, state)
+        elif value is None:
             return
-        if _is_cache_update(value):
+        elif _is_cache_update(value):
             self.follow_update(target, value, state)
         elif _is_layer_read(value) and _name_of(target):
             self.use.reads_layers = True
             state[target.id] = {"layer"}
+            self.roles[value.attr].add(target.id)
         else:
             self.check(value, state)
             self.check(target, state)
-            if _name_of(target):
-                state.pop(target.id, None)
-            if self.is_interface(value):
-                self.interfaces.add(_name_of(target) or "")
-                self.use.eager_functions.add(value.args[1].id)
-            if self.asks_for_eager(value):
-                self.eager_flags.add(_name_of(target) or "")
-
-    @staticmethod
-    def is_interface(value: ast.expr) -> bool:
-        return (
-            isinstance(value, ast.Call)
-            and _dotted(value.func) == "ALL_ATTENTION_FUNCTIONS.get_interface"
-            and len(value.args) == 2
-            and _dotted(value.args[0]) == IMPLEMENTATION
-            and isinstance(value.args[1], ast.Name)
-        )
+            for node in ast.walk(target):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    state.pop(node.id, None)
 
     def follow_update(self, target: ast.expr, call: ast.Call, state: dict[str, set[str]]) -> None:
         source = "layer" if "cross_attention_cache" in _dotted(call.func) else "update"
@@ -236,8 +267,9 @@ class _Flow:
         names = [_name_of(element) for element in target.elts] if isinstance(target, ast.Tuple) else []
         if len(names) != 2 or None in names:
             self.reject({"update", "layer"}, "does not assign what `update` returns to a key and a value")
-        for name in names:
+        for name, role in zip(names, self.roles, strict=False):
             state[name] = {source}
+            self.roles[role].add(name)
 
     def check(self, node: ast.AST, state: dict[str, set[str]]) -> None:
         """Rejects uses of keys and values in an expression or a simple statement, calls of the interface excepted."""
@@ -264,9 +296,12 @@ class _Flow:
         return is_shape and ast.unparse(node.slice) in ("-2", "2")
 
     def check_attention_call(self, call: ast.Call, state: dict[str, set[str]]) -> None:
-        key, value = [_name_of(argument) for argument in call.args[2:4]] or (None, None)
+        key, value = ([*map(_name_of, call.args[2:4])] + [None] * 2)[:2]
         sources = state.get(key, set()) | state.get(value, set())
-        if len(call.args) < 4 or state.get(key) != state.get(value):
+        are_pair = (
+            key in self.roles["keys"] - self.roles["values"] and value in self.roles["values"] - self.roles["keys"]
+        )
+        if state.get(key) != state.get(value) or (sources and not are_pair):
             self.reject(sources, "pays attention to keys and values that don't come from the same place")
         unknown = {keyword.arg for keyword in call.keywords if keyword.arg} - SUPPORTED_ARGUMENTS
         if unknown:
@@ -274,8 +309,8 @@ class _Flow:
         unpacked = [_name_of(keyword.value) for keyword in call.keywords if keyword.arg is None]
         if unpacked != [self.kwargs]:
             self.reject(sources & {"update"}, "does not pass its `kwargs` to the attention function")
-        others = [*call.args[:2], *call.args[4:], *(keyword.value for keyword in call.keywords)]
-        for argument in others:
+        others = [argument for i, argument in enumerate(call.args) if i not in (2, 3) or _name_of(argument) is None]
+        for argument in [*others, *(keyword.value for keyword in call.keywords)]:
             self.check(argument, state)
 
 
@@ -292,20 +327,29 @@ def analyze_function(function: ast.FunctionDef, is_eager: bool) -> CacheUse:
     return _Flow(function, is_eager).use
 
 
+def _syntax(function: Callable) -> ast.FunctionDef | None:
+    """The syntax tree of a function, `None` if there is no source code to read."""
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return None
+    # A method comes with its indentation
+    is_method = source[0].isspace()
+    statement = ast.parse(f"class _:\n{source}" if is_method else source).body[0]
+    return statement.body[0] if is_method else statement
+
+
 @cache
 def _cache_uses(function: Callable, is_eager: bool) -> CacheUse | None:
     """What a method does with a cache, `None` if it does nothing with keys and values of one."""
     code = getattr(function, "__code__", None)
     if code is None or not {"update", "layers"} & set(code.co_names):
         return None
-    try:
-        source = inspect.getsource(function)
-    except (OSError, TypeError):
+    syntax = _syntax(function)
+    if syntax is None:
         reasons = ["has source code that can't be read"]
         return CacheUse(reasons, reasons, updates=True, reads_layers=True)
-    # A method comes with its indentation
-    statement = ast.parse(f"class _:\n{source}" if source[0].isspace() else source).body[0]
-    use = analyze_function(statement.body[0] if source[0].isspace() else statement, is_eager)
+    use = analyze_function(syntax, is_eager)
     return use if use.updates or use.reads_layers else None
 
 
@@ -339,19 +383,34 @@ def _attention_function_obstacle(module: nn.Module, function: Callable, use: Cac
     if implementation != "eager":
         return f"uses the attention implementation {implementation!r}, which can't read a prefix: use 'sdpa'"
     for name in use.eager_functions:
-        eager = function.__globals__.get(name)
-        if not getattr(eager, "__module__", "").startswith("transformers.models.") or not is_standard_eager(eager):
+        if not _is_standard_eager(function.__globals__.get(name)):
             return f"has an eager attention `{name}` of its own kind"
     return None
 
 
-def is_standard_eager(eager_attention: Callable) -> bool:
+def is_standard_eager(function: ast.FunctionDef) -> bool:
     """
     Whether an eager attention function of upstream's modeling files computes what the shared one does: scaled scores, an
     optional softcap, position bias, mask and sinks, a softmax, the product with the values.
     """
-    code = getattr(eager_attention, "__code__", None)
-    return code is not None and {"matmul", "softmax"} <= set(code.co_names) <= EAGER_NAMES
+    nodes = [node for statement in function.body for node in ast.walk(statement)]
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    own = {argument.arg for argument in function.args.args} | stored
+    return (
+        loaded >= EAGER_ARGUMENTS
+        and {"matmul", "softmax"} <= attributes
+        and (loaded - own) | attributes <= EAGER_NAMES
+    )
+
+
+@cache
+def _is_standard_eager(eager_attention: Callable) -> bool:
+    if not getattr(eager_attention, "__module__", "").startswith("transformers.models."):
+        return False
+    function = _syntax(eager_attention)
+    return function is not None and is_standard_eager(function)
 
 
 def cannot_share(model: "PreTrainedModel", kind: str = "self_attention") -> str | None:

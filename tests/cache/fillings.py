@@ -79,7 +79,8 @@ class Filling:
 def _model(model_type: str, auto_class: str, overrides: tuple[tuple[str, Any], ...]) -> transformers.PreTrainedModel:
     config = tiny_config(model_type)
     fields = config.to_dict() | dict(overrides)
-    config = type(config)(**{name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()})
+    lists = {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}
+    config = type(config)(**{**fields, **lists})
     torch.manual_seed(0)
     return getattr(transformers, auto_class).from_config(config).eval()
 
@@ -163,7 +164,12 @@ class MimiEncoderFilling(Filling):
     def __init__(self):
         torch.manual_seed(0)
         config = transformers.MimiConfig(
-            num_filters=4, hidden_size=8, upsampling_ratios=[2, 2], upsample_groups=8, num_hidden_layers=1, num_attention_heads=2
+            num_filters=4,
+            hidden_size=8,
+            upsampling_ratios=[2, 2],
+            upsample_groups=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
         )
         encoder = transformers.MimiModel(config).eval().encoder.encoder_seanet
         self.encoder, self.chunks = encoder, (_random(1, 64, seed=4), _random(1, 8, seed=5))
@@ -190,7 +196,8 @@ class VoxtralEmbedderFilling(Filling):
     def __init__(self):
         torch.manual_seed(0)
         config = transformers.VoxtralRealtimeEncoderConfig(num_mel_bins=4, hidden_size=8)
-        self.embedder, self.chunks = VoxtralRealtimeEmbedder(config).eval(), (_random(4, 8, seed=6), _random(4, 4, seed=7))
+        self.embedder = VoxtralRealtimeEmbedder(config).eval()
+        self.chunks = (_random(4, 8, seed=6), _random(4, 4, seed=7))
         super().__init__(lambda rows: VoxtralRealtimeConv1dPaddingCache())
 
     def prefill(self, cache: Any, rows: Sequence[int]) -> None:

@@ -33,12 +33,13 @@ class CacheTestCase(unittest.TestCase):
         got, wanted = dict(states(cache)), dict(states(expected))
         self.assertEqual(got.keys(), wanted.keys())
         for name, value in wanted.items():
-            with self.subTest(state=name):
-                if isinstance(value, torch.Tensor):
-                    self.assertEqual(got[name].shape, value.shape)
-                    torch.testing.assert_close(got[name].float(), value.float(), atol=1e-5, rtol=1e-5)
-                else:
-                    self.assertEqual(got[name], value)
+            if isinstance(value, torch.Tensor):
+                self.assertEqual(got[name].shape, value.shape, name)
+                # fp8 tensors can't be compared as they are
+                states_close = torch.allclose(got[name].float(), value.float(), atol=1e-5, rtol=1e-5)
+                self.assertTrue(states_close, f"{name}:\n{got[name]}\n{value}")
+            else:
+                self.assertEqual(got[name], value, name)
 
     def assert_same_as_filled(self, filling: Filling, cache: Any, rows: Sequence[int]) -> None:
         expected = filling.fill(rows)
@@ -89,7 +90,7 @@ class BatchExpansionTest(CacheTestCase):
     @parameterized.expand(FILLINGS)
     def test_selected_rows(self, name: str):
         filling = FILLINGS[name]()
-        for indices in (torch.tensor([2, 0]), torch.tensor([-1, 1]), torch.tensor([True, False, True]), [0, 1]):
+        for indices in (torch.tensor([-1, 0]), torch.tensor([True, False, True])):
             cache = filling.fill([0, 1, 1])
             cache.batch_select_indices(indices)
             self.assertEqual(cache_rows(cache), 2)
@@ -175,8 +176,9 @@ class QuantizedExpansionTest(CacheTestCase):
         filling, cache = self.filled(name)
         expected = filling.next(filling.fill(ONE_EACH), ONE_EACH)
         stores = [(layer._quantized_keys, layer._quantized_values) for layer in cache.layers]
-        with mock.patch.object(type(cache.layers[0]), "_dequantize", side_effect=AssertionError), mock.patch.object(
-            type(cache.layers[0]), "_quantize", side_effect=AssertionError
+        with (
+            mock.patch.object(type(cache.layers[0]), "_dequantize", side_effect=AssertionError),
+            mock.patch.object(type(cache.layers[0]), "_quantize", side_effect=AssertionError),
         ):
             if indices is None:
                 cache.batch_repeat_interleave(3)

@@ -24,7 +24,7 @@ from .test_batch_expansion import ONE_EACH, THREE_EACH
 
 
 class ListLayer(CacheLayerMixin):
-    """Keeps keys and values of each token apart, and knows how to reorder them."""
+    """Keeps keys and values of each token in a list, and knows how to reorder them."""
 
     def __init__(self):
         super().__init__()
@@ -32,12 +32,9 @@ class ListLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states, value_states):
         self.is_initialized = True
-        # For the number of rows
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
 
     def update(self, key_states, value_states, *args, **kwargs):
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        self.lazy_initialization(key_states, value_states)
         self.tokens += zip(key_states.split(1, dim=-2), value_states.split(1, dim=-2))
         return tuple(torch.cat(states, dim=-2) for states in zip(*self.tokens))
 
@@ -51,8 +48,7 @@ class ListLayer(CacheLayerMixin):
         return -1
 
     def reorder_cache(self, beam_idx):
-        super().reorder_cache(beam_idx)
-        self.tokens = [(keys.index_select(0, beam_idx), values.index_select(0, beam_idx)) for keys, values in self.tokens]
+        self.tokens = [tuple(states.index_select(0, beam_idx) for states in token) for token in self.tokens]
 
 
 class ForgetfulLayer(DynamicLayer):
@@ -226,7 +222,12 @@ class CannotExpandTest(unittest.TestCase):
             prompts.clear()
             torch.manual_seed(0)
             sequences[rows] = filling.model.generate(
-                filling.prompt, cache=cache, do_sample=True, num_return_sequences=3, max_new_tokens=4, eos_token_id=None
+                filling.prompt,
+                cache=cache,
+                do_sample=True,
+                num_return_sequences=3,
+                max_new_tokens=4,
+                eos_token_id=None,
             )
             self.assertEqual(prompts[0], rows)
         self.assertTrue(torch.equal(sequences[2], sequences[6]))

@@ -330,8 +330,10 @@ class SharedPrefixLayerTest(unittest.TestCase):
     def test_a_prefix_that_nobody_reads_is_reported(self):
         shared, _ = shared_and_ordinary()
         shared.update(*tokens(6, 1), kwargs={})
-        with self.assertRaisesRegex(RuntimeError, "did not read the shared prefix"):
-            shared.update(*tokens(6, 1), kwargs={})
+        index = torch.arange(6)
+        for call in (lambda: update(shared, tokens(6, 1)), lambda: shared.reorder_cache(index), shared.materialize):
+            with self.assertRaisesRegex(RuntimeError, "did not read the shared prefix"):
+                call()
 
     def test_wrong_arguments(self):
         layer = filled_layer(None, 2, 7)

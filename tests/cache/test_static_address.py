@@ -101,7 +101,6 @@ class CompiledDecodingTest(unittest.TestCase):
 
     @parameterized.expand([("whole", None), ("chunks", 4)])
     def test_second_sampling_does_not_recompile(self, _: str, prefill_chunk_size: int | None):
-        filling = FILLINGS["static"]()
         compile_config = CompileConfig(backend="eager", fullgraph=False, mode=None)
         # Otherwise only accelerators compile by themselves
         compile_config._compile_all_devices = True

@@ -14,6 +14,7 @@ from parameterized import parameterized
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, WhisperConfig
 from transformers import WhisperForConditionalGeneration as Whisper
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+from transformers.modeling_outputs import BaseModelOutput
 
 from .runs import oracle
 
@@ -244,6 +245,12 @@ class WhisperSamplingTest(WhisperTest):
         self.assertEqual(len(set(map(tuple, ours["sequences"].tolist()))), 6)
         self.assert_same_outputs(ours, theirs)
 
+    def test_a_segment_is_kept_for_rows_that_come_to_it_later(self):
+        """With five rows at different speeds, some come to a segment that another row has had before."""
+        ours = transcribe(LONG[:1], {**TIMESTAMPS, **SAMPLE, "num_return_sequences": 5})
+        self.assert_encoded_once(ours)
+        self.assertGreater(len(ours["encoded"]), 5)
+
     @parameterized.expand(
         [
             ("greedy", SHORT, {**ONE_CALL, "do_sample": True, "num_return_sequences": 3}),
@@ -339,6 +346,15 @@ class WhisperHypothesesTest(WhisperTest):
         best = oracle().run(transcribe, LONG, {**TIMESTAMPS, "num_beams": 3})
         self.assertEqual(without_padding(ours["sequences"][::3]), without_padding(best["sequences"]))
 
+    @parameterized.expand([("recompute", 6), ("copy", 2), ("share", 2)])
+    def test_prompt_expansion(self, prompt_expansion: str, rows: int):
+        """The decoder's prompt obeys the knob; the encoder has been run before, once per segment in any case."""
+        arguments = {**TIMESTAMPS, "num_beams": 3, "num_return_sequences": 3}
+        ours = transcribe(LONG, {**arguments, "prompt_expansion": prompt_expansion})
+        self.assert_encoded_once(ours)
+        self.assertEqual(ours["decoder_rows"][0], rows)
+        self.assert_equal(ours["sequences"], transcribe(LONG, arguments)["sequences"])
+
     def test_fallback_of_single_hypotheses(self):
         """Only hypotheses below the threshold are decoded again; their audio isn't encoded again."""
         beams = {**ONE_CALL, "num_beams": 4, "num_return_sequences": 4, "return_segments": True}
@@ -394,16 +410,30 @@ class WhisperBeamOutputsTest(WhisperTest):
 
 
 class WhisperInputsTest(WhisperTest):
-    def test_encoder_outputs_are_reused(self):
+    def test_passed_segments_are_forgotten(self):
+        # Only the fork has it, and the oracle imports this module
+        from transformers.models.whisper.segment_generation import AudioSegments
+
+        segments = AudioSegments(num_audios=2, sequences_per_audio=2)
+        known = [(0, 0), (0, 20), (0, 40), (1, 0)]
+        segments.keep(known, BaseModelOutput(last_hidden_state=torch.zeros(4, 1, 1)))
+        # Both rows of audio 0 are past its frame 0, and audio 1 is finished
+        segments.start_segment([0, 1], seek=torch.tensor([40, 20, 60, 60]))
+        self.assertEqual([segment for segment in known if segments.is_encoded(segment)], [(0, 20), (0, 40)])
+
+    @parameterized.expand([("beam", {"num_beams": 3}), ("sample", SAMPLE), ("greedy", {"do_sample": True})])
+    def test_encoder_outputs_are_reused(self, _, arguments: dict[str, Any]):
         model = build_whisper()
         features = build_audio(SHORT)["input_features"]
-        arguments = {**ONE_CALL, "num_beams": 3, "num_return_sequences": 2}
+        arguments = {**ONE_CALL, **arguments, "num_return_sequences": 2}
         with torch.no_grad():
             encoder_outputs = model.get_encoder()(features)
         hidden_state = encoder_outputs.last_hidden_state.clone()
+        torch.manual_seed(0)
         expected = model.generate(features, **arguments)
         model.get_encoder().register_forward_pre_hook(lambda *_: self.fail("the encoder ran"))
         for _ in range(2):
+            torch.manual_seed(0)
             self.assert_equal(model.generate(encoder_outputs=encoder_outputs, **arguments), expected)
         self.assert_equal(encoder_outputs.last_hidden_state, hidden_state)
 

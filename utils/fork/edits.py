@@ -244,7 +244,7 @@ GROUP_BEAM_SEARCH_EDITS = [
 
 # Caches that aren't made of layers: (file, import after which ours goes, class, mixin)
 OTHER_CACHES = (
-    ("models/reformer/modeling_reformer.py", "...utils", "ReformerDynamicCache", "ReformerCacheExpansionMixin"),
+    ("models/reformer/modeling_reformer.py", "...utils", "ReformerDynamicCache", "CacheExpansionMixin"),
     ("models/xlstm/modeling_xlstm.py", "...utils", "xLSTMCache", "XLSTMCacheExpansionMixin"),
     (
         "models/kyutai_speech_to_text/modeling_kyutai_speech_to_text.py",
@@ -272,6 +272,7 @@ CACHE_EDITS = [
                 StaticLayerExpansionMixin,
                 check_layers,
                 check_repeats,
+                count_rows,
                 layers_to_repeat,
                 take_rows,
             )
@@ -312,7 +313,7 @@ CACHE_EDITS = [
         path="cache_utils.py",
         scope="DynamicLayer.batch_repeat_interleave",
         old="self.get_seq_length() > 0",
-        new="check_repeats(repeats) > 1 and self.cached_rows() is not None",
+        new="check_repeats(repeats) > 1 and count_rows(self.keys) is not None",
         reason="a wrong value is refused, one repeat copies nothing",
     ),
     ReplaceStatement(
@@ -414,16 +415,8 @@ CACHE_EDITS = [
     AddImport(
         path="models/unlimited_ocr/modeling_unlimited_ocr.py",
         after="...cache_utils",
-        statement="""
-            from ...cache_expansion import ReferenceWindowLayerExpansionMixin, StaticReferenceWindowLayerExpansionMixin
-        """,
-        reason="the mixins that repeat the rows of these cache layers",
-    ),
-    AddBase(
-        path="models/unlimited_ocr/modeling_unlimited_ocr.py",
-        scope="UnlimitedOcrDynamicReferenceSlidingWindowLayer",
-        base="ReferenceWindowLayerExpansionMixin",
-        reason="before decoding all rows lie in the prefill states",
+        statement="from ...cache_expansion import StaticReferenceWindowLayerExpansionMixin",
+        reason="the mixin that repeats the rows of this cache layer",
     ),
     AddBase(
         path="models/unlimited_ocr/modeling_unlimited_ocr.py",

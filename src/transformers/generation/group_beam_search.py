@@ -166,7 +166,7 @@ def is_chosen_word(
     """
     is_word = log_probs > NO_HYPOTHESIS_SCORE / 2
     if eos_token_id is not None:
-        is_word &= torch.isin(tokens, eos_token_id, invert=True)
+        is_word &= torch.isin(tokens, eos_token_id.to(tokens.device), invert=True)
     return is_word & (is_word.cumsum(dim=-1) <= group_size)
 
 

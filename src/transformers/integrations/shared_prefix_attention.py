@@ -17,6 +17,7 @@ S suffix length, D and Dv head sizes of keys and values.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -121,36 +122,28 @@ def shared_prefix_attention_forward(
 
     rows, heads, query_length, head_dim = query.shape
     items, kv_heads, prefix_length, _ = shared_prefix.keys.shape
-    groups, suffix_length = heads // kv_heads, key.shape[2]
     dtype = query.dtype if query.dtype in (torch.float32, torch.float64) else torch.float32
-    scaling = head_dim**-0.5 if scaling is None else scaling
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and is_causal and query_length > 1:
-        attention_mask = _causal_mask(query_length, prefix_length, suffix_length, query.device)
-    prefix_biases, suffix_biases = _split_biases(attention_mask, position_bias, prefix_length, items, groups, dtype)
-
+        attention_mask = _causal_mask(query_length, prefix_length, key.shape[2], query.device)
+    scores = _Scores(
+        query=query.to(dtype).reshape(rows, kv_heads, -1, head_dim),
+        # No-ops in float32. In 16 bits, copies of B rows until the end of this call: kernels for these types round their
+        # output, and merging rounds again, which makes an error larger than that of upstream's attention
+        prefix=SharedPrefix(shared_prefix.keys.to(dtype), shared_prefix.values.to(dtype), shared_prefix.repeats),
+        suffix_keys=key.to(dtype),
+        suffix_values=value.to(dtype),
+        biases=_split_biases(attention_mask, position_bias, prefix_length, items, heads // kv_heads, dtype),
+        groups=heads // kv_heads,
+        scaling=head_dim**-0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.to(dtype),
+    )
     with maybe_autocast(query.device.type, enabled=False):
-        grouped = query.to(dtype).reshape(rows, kv_heads, groups * query_length, head_dim)
-        output, lse, weights = _prefix_state(
-            grouped, shared_prefix, prefix_biases, groups, scaling, softcap, return_weights
-        )
-        # One softmax over the suffix, the prefix (as one key whose score is its log-sum-exp) and the sink
-        parts = [lse]
-        if s_aux is not None:
-            sinks = s_aux.to(dtype).view(1, kv_heads, groups, 1).expand(rows, -1, -1, query_length)
-            parts.append(sinks.reshape(rows, kv_heads, groups * query_length, 1))
-        if suffix_length > 0:
-            scores = _cap(torch.matmul(grouped * scaling, key.to(dtype).transpose(2, 3)), softcap)
-            parts.insert(0, _add(scores, suffix_biases, (rows, kv_heads, groups, query_length)))
-        if len(parts) > 1:
-            shares = torch.cat(parts, dim=-1).softmax(-1)
-            suffix_share, prefix_share = shares[..., :suffix_length], shares[..., suffix_length : suffix_length + 1]
-            output = output * prefix_share
-            if suffix_length > 0:
-                output = output + torch.matmul(suffix_share, value.to(dtype))
-            if return_weights:
-                weights = torch.cat([weights * prefix_share, suffix_share], dim=-1)
-
+        if not return_weights and _can_fuse(scores):
+            output, weights = _merge_states(scores), None
+        else:
+            output, weights = _attend_at_once(scores)
     output = output.reshape(rows, heads, query_length, -1).transpose(1, 2).to(query.dtype).contiguous()
     return output, weights.reshape(rows, heads, query_length, -1).to(query.dtype) if return_weights else None
 
@@ -223,81 +216,130 @@ def _split_biases(
     return prefix, suffix
 
 
-def _add(scores: torch.Tensor, biases: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """Adds to scores that have `shape` for all but the last dimension."""
-    if not biases:
-        return scores
-    added = scores.view(*shape, -1)
-    for bias in biases:
-        added = added + bias
-    return added.view(scores.shape)
-
-
-def _cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
 def _fold(states: torch.Tensor, repeats: int) -> torch.Tensor:
     """`(B * N, K, GQ, D)` to `(B, K, N * GQ, D)`."""
-    return states.unflatten(0, (-1, repeats)).transpose(1, 2).flatten(2, 3)
+    rows, heads, queries, size = states.shape
+    folded = states.reshape(rows // repeats, repeats, heads, queries, size).transpose(1, 2)
+    return folded.reshape(rows // repeats, heads, repeats * queries, size)
 
 
 def _unfold(states: torch.Tensor, repeats: int) -> torch.Tensor:
     """`(B, K, N * GQ, D)` to `(B * N, K, GQ, D)`."""
-    return states.unflatten(2, (repeats, -1)).transpose(1, 2).flatten(0, 1)
+    items, heads, queries, size = states.shape
+    unfolded = states.reshape(items, heads, repeats, queries // repeats, size).transpose(1, 2)
+    return unfolded.reshape(items * repeats, heads, queries // repeats, size)
 
 
-def _can_fuse(query, keys, values, biases: list[torch.Tensor], softcap: float | None) -> bool:
+@dataclass
+class _Scores:
     """
-    Whether torch's fused kernel for the CPU applies. It returns the logarithm that merging needs and makes no scores of
-    size N * L. With prompts of 512 to 4096 tokens and N of 4 to 32 it took 0.70 to 1.05 times as long as two matrix
-    products around one softmax (float32, head size 64, one thread).
+    What the scores are made of, in the type in which they are computed. The names are those of
+    `shared_prefix_attention_forward`; `query` has shape `(B * N, K, G * Q, D)`.
     """
-    needs_grad = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad)
+
+    query: torch.Tensor
+    prefix: SharedPrefix
+    suffix_keys: torch.Tensor
+    suffix_values: torch.Tensor
+    biases: tuple[list[torch.Tensor], list[torch.Tensor]]
+    groups: int
+    scaling: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def query_length(self) -> int:
+        return self.query.shape[2] // self.groups
+
+    def of_prefix(self) -> torch.Tensor:
+        """Scores `(B, K, N * G * Q, L)`."""
+        folded = _fold(self.query, self.prefix.repeats)
+        return self._finish(folded, self.prefix.keys, self.biases[0], (self.prefix.repeats, self.groups))
+
+    def of_suffix(self) -> torch.Tensor:
+        """Scores `(B * N, K, G * Q, S)`."""
+        return self._finish(self.query, self.suffix_keys, self.biases[1], (self.groups,))
+
+    def of_sinks(self) -> torch.Tensor:
+        """Scores `(B * N, K, G * Q, 1)`."""
+        rows, heads = self.query.shape[:2]
+        sinks = self.sinks.view(1, heads, self.groups, 1).expand(rows, -1, -1, self.query_length)
+        return sinks.reshape(rows, heads, -1, 1)
+
+    def _finish(self, query, keys, biases: list[torch.Tensor], split: tuple[int, ...]) -> torch.Tensor:
+        scores = torch.matmul(query * self.scaling, keys.transpose(2, 3))
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if not biases:
+            return scores
+        shape = scores.shape
+        scores = scores.view(*shape[:2], *split, self.query_length, shape[3])
+        for bias in biases:
+            scores = scores + bias
+        return scores.view(shape)
+
+
+def _can_fuse(scores: _Scores) -> bool:
+    """
+    Whether torch's fused kernel for the CPU applies to the prefix. It returns the logarithm that merging needs and makes
+    no scores of size N * L. With prompts of 512 to 4096 tokens and N of 4 to 32 it took FIGURES times as long as one
+    softmax between two matrix products (float32, head size 64, one thread), the median being MEDIAN.
+    """
+    biases, keys, values = scores.biases[0], scores.prefix.keys, scores.prefix.values
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (scores.query, keys, values))
     has_simple_bias = not biases or (len(biases) == 1 and biases[0].shape[1:-1] == (1, 1, 1, 1))
     return (
-        query.device.type == "cpu"
+        keys.device.type == "cpu"
         and keys.shape[-1] == values.shape[-1]
-        and softcap is None
+        and scores.softcap is None
         and has_simple_bias
         and not needs_grad
     )
 
 
-def _prefix_state(
-    query: torch.Tensor,
-    prefix: SharedPrefix,
-    biases: list[torch.Tensor],
-    groups: int,
-    scaling: float,
-    softcap: float | None,
-    return_weights: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _merge_states(scores: _Scores) -> torch.Tensor:
     """
-    Attention of queries `(B * N, K, G * Q, D)` to the prefix alone.
+    Attention as the merge of two states. Returns the output `(B * N, K, G * Q, Dv)`.
 
-    Returns:
-        `tuple`: The output `(B * N, K, G * Q, Dv)`, the log-sum-exp of the scores `(B * N, K, G * Q, 1)` and, if they are
-        asked for, the weights `(B * N, K, G * Q, L)`.
+    The prefix takes part in the softmax over the suffix as if it were one more key: its score is the log-sum-exp of its
+    scores, its value is its output.
     """
-    # No-ops in float32. In 16 bits, a copy of the prefix's B rows until the end of this function: the kernels for these
-    # types round their output, and merging rounds again, which makes an error larger than that of upstream's attention
-    keys, values = prefix.keys.to(query.dtype), prefix.values.to(query.dtype)
-    folded, weights = _fold(query, prefix.repeats), None
-    if not return_weights and _can_fuse(folded, keys, values, biases, softcap):
-        mask = biases[0].flatten(1, 4).unsqueeze(1) if biases else None
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            folded, keys, values, attn_mask=mask, scale=scaling
-        )
-        lse = lse.unsqueeze(-1)
-    else:
-        scores = _cap(torch.matmul(folded * scaling, keys.transpose(2, 3)), softcap)
-        scores = _add(scores, biases, (*scores.shape[:2], prefix.repeats, groups, query.shape[2] // groups))
-        lse = scores.logsumexp(-1, keepdim=True)
-        folded_weights = (scores - lse).exp()
-        output = torch.matmul(folded_weights, values)
-        weights = _unfold(folded_weights, prefix.repeats) if return_weights else None
-    return _unfold(output, prefix.repeats), _unfold(lse, prefix.repeats), weights
+    repeats, biases, suffix_length = scores.prefix.repeats, scores.biases[0], scores.suffix_keys.shape[2]
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _fold(scores.query, repeats),
+        scores.prefix.keys,
+        scores.prefix.values,
+        attn_mask=biases[0].flatten(1, 4).unsqueeze(1) if biases else None,
+        scale=scores.scaling,
+    )
+    output, lse = _unfold(output, repeats), _unfold(lse.unsqueeze(-1), repeats)
+    if suffix_length == 0 and scores.sinks is None:
+        return output
+    parts = [scores.of_suffix(), lse] if suffix_length > 0 else [lse]
+    if scores.sinks is not None:
+        parts.append(scores.of_sinks())
+    shares = torch.cat(parts, dim=-1).softmax(-1)
+    output = output * shares[..., suffix_length : suffix_length + 1]
+    return output + torch.matmul(shares[..., :suffix_length], scores.suffix_values) if suffix_length > 0 else output
+
+
+def _attend_at_once(scores: _Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Attention as one softmax over the scores of the prefix, the suffix and the sinks. Returns the output
+    `(B * N, K, G * Q, Dv)` and the weights `(B * N, K, G * Q, L + S)`.
+    """
+    repeats, prefix_length = scores.prefix.repeats, scores.prefix.keys.shape[2]
+    parts = [scores.of_prefix()]
+    if scores.suffix_keys.shape[2] > 0:
+        parts.append(_fold(scores.of_suffix(), repeats))
+    if scores.sinks is not None:
+        parts.append(_fold(scores.of_sinks(), repeats))
+    weights = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).softmax(-1)
+    output = _unfold(torch.matmul(weights[..., :prefix_length], scores.prefix.values), repeats)
+    length = prefix_length + scores.suffix_keys.shape[2]
+    if length > prefix_length:
+        output = output + torch.matmul(_unfold(weights[..., prefix_length:length], repeats), scores.suffix_values)
+    return output, _unfold(weights[..., :length], repeats)
 
 
 def reference_attention(

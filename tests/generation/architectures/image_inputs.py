@@ -42,7 +42,7 @@ def image_inputs(model: PreTrainedModel) -> Inputs:
     token_id = image_token_id(model.config)
     before, after = AROUND_IMAGE.get(model_type, ([], []))
     placeholders = [[*before, *[token_id] * count, *after] for count in _feature_counts(model, pixels)]
-    groups = [placeholders[: IMAGES_PER_ROW[0]], placeholders[IMAGES_PER_ROW[0] :]]
+    groups = [[placeholders.pop(0) for _ in range(count)] for count in IMAGES_PER_ROW]
     inputs = text_with_placeholders(groups, left=not model.config.is_encoder_decoder)
     arguments = {*_forward_arguments(model), *_forward_arguments(model.base_model)}
     is_image = (inputs["input_ids"] == token_id).long()

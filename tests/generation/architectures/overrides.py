@@ -325,6 +325,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "moss_transcribe_diarize": {"audio_config": {"max_source_positions": 32}},
     "musicflamingo": {"audio_config": {"max_source_positions": 32}},
+    "mistral4": {"head_dim": DROP},
     "mllama": {
         "vision_config": {
             "image_size": 16,

@@ -2,31 +2,33 @@
 """Builds an architecture's tiny model and generates with it: runs alike with the fork and in the oracle."""
 
 import hashlib
-from dataclasses import dataclass, field
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 import transformers
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from .configs import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, tiny_config
-from .image_inputs import image_inputs
+from .image_inputs import IMAGES_PER_ROW, NUM_PATCHES, image_inputs
 from .sound_inputs import sound_inputs
-from .text_inputs import text_inputs, to_dtype
+from .text_inputs import BATCH_SIZE, Inputs, text_inputs, to_dtype
 
 
-NUM_SEQUENCES = 4
 MAX_NEW_TOKENS = 5
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "num_beams": 1, "num_return_sequences": 1},
-    "sample": {"do_sample": True, "num_beams": 1, "num_return_sequences": NUM_SEQUENCES},
-    "beam": {"do_sample": False, "num_beams": NUM_SEQUENCES, "num_return_sequences": NUM_SEQUENCES},
-    "beam sample": {"do_sample": True, "num_beams": NUM_SEQUENCES, "num_return_sequences": NUM_SEQUENCES},
+SEVERAL_PER_ROW = IMAGES_PER_ROW
+INPUTS = {
+    "text": text_inputs,
+    "images": image_inputs,
+    "sound": sound_inputs,
+    "sounds": partial(sound_inputs, sounds_per_row=SEVERAL_PER_ROW),
 }
-
-
-INPUTS = {"text": text_inputs, "images": image_inputs, "sound": sound_inputs}
 
 
 @dataclass(frozen=True)
@@ -36,46 +38,52 @@ class Generation:
 
     Args:
         first_rows (`int`): Rows of the logits of the first forward pass of the generative model.
-        tensors (`dict[str, torch.Tensor]`): Everything that was returned, by name.
+        cache (`str`): The cache that this forward pass returned: its class and those of its layers.
+        strategy (`str`): How the fork expanded the prompt. Empty for one sequence per prompt and in the oracle.
+        reason (`str`): Why it did so.
+        tensors (`dict[str, torch.Tensor]`): The sequences with their scores, by name.
     """
 
     first_rows: int
+    cache: str
+    strategy: str
+    reason: str
     tensors: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Run:
-    """The generations of one architecture by mode, and a digest of the weights that they were made with."""
+def run(
+    kind: str,
+    model_type: str,
+    class_name: str,
+    dtype: torch.dtype,
+    calls: dict[str, dict[str, Any]],
+    expanded_by_caller: bool = False,
+) -> tuple[str, dict[str, Generation]]:
+    """
+    Generates from two prompts with a tiny model.
 
-    weights: str
-    generations: dict[str, Generation] = field(default_factory=dict)
+    Args:
+        kind (`str`): What the prompts hold, a key of `INPUTS`.
+        model_type (`str`): The model type.
+        class_name (`str`): The class of the model.
+        dtype (`torch.dtype`): The dtype of the model.
+        calls (`dict[str, dict]`): For each call of `generate`, by name, its arguments besides the prompt.
+        expanded_by_caller (`bool`, *optional*, defaults to `False`):
+            Whether `generate` gets repeated rows in place of repeating them.
 
-
-class FirstForward:
-    """Notes the rows of the logits of the first forward pass among the generative models in `model`."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.rows: int | None = None
-        self._module: torch.nn.Module | None = None
-        self._hooks = []
-        for module in model.modules():
-            if isinstance(module, GenerationMixin):
-                self._hooks.append(module.register_forward_pre_hook(self._start))
-                self._hooks.append(module.register_forward_hook(self._end))
-
-    def _start(self, module: torch.nn.Module, args: Any) -> None:
-        self._module = self._module or module
-
-    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self.rows is None and module is self._module:
-            self.rows = output.logits.shape[0]
-
-    def __enter__(self) -> "FirstForward":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    Returns:
+        `tuple`: A digest of the weights, and for each call what it did.
+    """
+    model = build_model(model_type, class_name, dtype)
+    inputs = to_dtype(INPUTS[kind](model), dtype)
+    weights = digest(model)
+    if expanded_by_caller:
+        model._expand_inputs_for_generation = _keep_rows
+    generations = {}
+    for name, arguments in calls.items():
+        repeats = max(arguments["num_beams"], arguments["num_return_sequences"]) if expanded_by_caller else 1
+        generations[name] = generate(model, repeat_rows(inputs, repeats), arguments)
+    return weights, generations
 
 
 def build_model(model_type: str, class_name: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
@@ -83,7 +91,7 @@ def build_model(model_type: str, class_name: str, dtype: torch.dtype, seed: int 
     model_class = getattr(transformers, class_name)
     config = _own_config(tiny_config(model_type), model_class)
     torch.manual_seed(seed)
-    # The grouped matrix products of the other implementations lack float64
+    # The grouped matrix products of the other implementations of experts lack float64
     model = model_class._from_config(config, dtype=dtype, experts_implementation="eager").eval()
     _randomise(model)
     for module in model.modules():
@@ -119,18 +127,9 @@ def digest(model: PreTrainedModel) -> str:
     return hasher.hexdigest()
 
 
-def run(kind: str, model_type: str, class_name: str, dtype: torch.dtype = torch.float64) -> Run:
-    model = build_model(model_type, class_name, dtype)
-    inputs = to_dtype(INPUTS[kind](model), model.dtype)
-    result = Run(weights=digest(model))
-    for mode, arguments in MODES.items():
-        result.generations[mode] = generate(model, inputs, arguments)
-    return result
-
-
-def generate(model: PreTrainedModel, inputs: dict[str, Any], arguments: dict[str, Any]) -> Generation:
+def generate(model: PreTrainedModel, inputs: Inputs, arguments: dict[str, Any]) -> Generation:
     torch.manual_seed(1)
-    with FirstForward(model) as first:
+    with first_forward(model) as first, strategies() as taken:
         output = model.generate(
             **inputs,
             **arguments,
@@ -140,4 +139,95 @@ def generate(model: PreTrainedModel, inputs: dict[str, Any], arguments: dict[str
         )
     tensors = {"sequences": output.sequences, "scores": torch.stack(output.scores)}
     tensors |= {name: output[name] for name in ("sequences_scores", "beam_indices") if output.get(name) is not None}
-    return Generation(first.rows, tensors)
+    strategy, reason = taken[0] if taken else ("", "")
+    return Generation(first["rows"], first["cache"], strategy, reason, tensors)
+
+
+@contextmanager
+def first_forward(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Notes the rows of the logits, and the cache, of the first forward pass among the generative parts of `model`."""
+    first: dict[str, Any] = {}
+
+    def start(module: torch.nn.Module, args: Any) -> None:
+        # A generative part inside of another one ends first, but starts later
+        first.setdefault("module", module)
+
+    def end(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if module is first["module"] and "rows" not in first:
+            first.update(rows=output.logits.shape[0], cache=_describe_cache(output))
+
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, GenerationMixin):
+            hooks += [module.register_forward_pre_hook(start), module.register_forward_hook(end)]
+    try:
+        yield first
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _describe_cache(output: Any) -> str:
+    state = next(
+        (name for name in ("cache", "state", "mems", "past_buckets_states") if output.get(name) is not None), None
+    )
+    if state is None:
+        return "none"
+    cache = output[state]
+    if isinstance(cache, EncoderDecoderCache):
+        parts = [_describe_layers(cache.self_attention_cache), _describe_layers(cache.cross_attention_cache)]
+        return f"{type(cache).__name__} ({'; '.join(parts)})"
+    if isinstance(cache, Cache):
+        return f"{type(cache).__name__} ({_describe_layers(cache)})"
+    return type(cache).__name__ if state == "cache" else f"`{state}`"
+
+
+def _describe_layers(cache: Cache) -> str:
+    return ", ".join(dict.fromkeys(type(layer).__name__ for layer in cache.layers))
+
+
+@contextmanager
+def strategies() -> Iterator[list[tuple[str, str]]]:
+    """Collects the strategies, with their reasons, that the fork logs."""
+    taken = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if found := re.search(r"prompt_expansion='(\w+)' \((.*)\)", record.getMessage()):
+                taken.append((found[1], found[2]))
+
+    logger, collector = logging.getLogger("transformers.generation.prefill"), Collector()
+    level, propagate = logger.level, logger.propagate
+    # The message is logged once per model class
+    logging.Logger.info_once.cache_clear()
+    logger.addHandler(collector)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield taken
+    finally:
+        logger.removeHandler(collector)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def repeat_rows(inputs: Inputs, repeats: int) -> Inputs:
+    """Repeats each row in place of it: `[x, y] -> [x, x, y, y]`, where x and y have all images or sounds of a row."""
+    return {name: _repeat_tensor(value, repeats) for name, value in inputs.items()} if repeats > 1 else inputs
+
+
+def _repeat_tensor(tensor: torch.Tensor, repeats: int) -> torch.Tensor:
+    sizes_of_rows = {
+        BATCH_SIZE: [1] * BATCH_SIZE,
+        sum(SEVERAL_PER_ROW): SEVERAL_PER_ROW,
+        sum(NUM_PATCHES): [sum(NUM_PATCHES[:1]), sum(NUM_PATCHES[1:])],
+    }
+    rows = tensor.split(list(sizes_of_rows[tensor.shape[0]]))
+    return torch.cat([row.repeat(repeats, *[1] * (tensor.ndim - 1)) for row in rows])
+
+
+def _keep_rows(
+    expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: torch.Tensor | None = None, **model_kwargs: Any
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """In place of `_expand_inputs_for_generation` where the rows are repeated already."""
+    return input_ids, model_kwargs

@@ -22,15 +22,16 @@ from .text_inputs import (
 )
 
 
-SOUNDS_PER_ROW = (1, 2)
-NUM_SOUNDS = sum(SOUNDS_PER_ROW)
 NUM_FRAMES = 64
 
 
-def sound_inputs(model: PreTrainedModel) -> Inputs:
+def sound_inputs(model: PreTrainedModel, sounds_per_row: tuple[int, ...] = (1,) * BATCH_SIZE) -> Inputs:
     """
-    Sound for an encoder, or text with sounds and placeholders where their features go: one sound in the first row, two
-    in the second, wherever the model takes so many.
+    Sound for an encoder, or text with sounds and placeholders where their features go.
+
+    Args:
+        model ([`PreTrainedModel`]): The model.
+        sounds_per_row (`tuple[int, ...]`): How many sounds each row of text holds. An encoder takes one.
 
     Raises:
         `NotImplementedError`: If it isn't known how sound is handed to this model.
@@ -38,10 +39,9 @@ def sound_inputs(model: PreTrainedModel) -> Inputs:
     model_type = model.config.model_type
     if model_type in SOUND_INPUTS:
         return SOUND_INPUTS[model_type](model)
-    sounds = _sounds(model)
-    counts = _feature_counts(model, sounds)
-    placeholders = [[model.config.audio_token_id] * count for count in counts]
-    groups = [placeholders[: SOUNDS_PER_ROW[0]], placeholders[SOUNDS_PER_ROW[0] :]]
+    sounds = _sounds(model, sum(sounds_per_row))
+    placeholders = [[model.config.audio_token_id] * count for count in _feature_counts(model, sounds)]
+    groups = [[placeholders.pop(0) for _ in range(count)] for count in sounds_per_row]
     return text_with_placeholders(groups, left=True) | sounds
 
 
@@ -55,11 +55,12 @@ def _feature_extractor(model: PreTrainedModel) -> Callable[..., Any]:
 @torch.no_grad()
 def _feature_counts(model: PreTrainedModel, sounds: Inputs) -> list[int]:
     """How many placeholder tokens each sound takes."""
+    num_sounds = next(iter(sounds.values())).shape[0]
     if model.config.model_type in FEATURE_COUNTS:
-        return [FEATURE_COUNTS[model.config.model_type]] * NUM_SOUNDS
+        return [FEATURE_COUNTS[model.config.model_type]] * num_sounds
     features = _feature_extractor(model)(**to_dtype(sounds, model.dtype), return_dict=True).pooler_output
     if isinstance(features, torch.Tensor) and features.ndim == 2:
-        features = features.chunk(NUM_SOUNDS)
+        features = features.chunk(num_sounds)
     return [len(sound) for sound in features]
 
 
@@ -67,53 +68,53 @@ def _feature_counts(model: PreTrainedModel, sounds: Inputs) -> list[int]:
 FEATURE_COUNTS = {"musicflamingo": NUM_FRAMES // 4, "qwen2_audio": NUM_FRAMES // 4}
 
 
-def _sounds(model: PreTrainedModel) -> Inputs:
+def _sounds(model: PreTrainedModel, num_sounds: int) -> Inputs:
     """Random sounds of full length in the form that the model takes, with the masks that it takes."""
     model_type = model.config.model_type
     arguments = inspect.signature(model.forward).parameters
     if model_type in SOUNDS:
-        sounds = SOUNDS[model_type](model.config)
+        sounds = SOUNDS[model_type](model.config, num_sounds)
     elif "input_values" in arguments:
-        sounds = {"input_values": random_tensor(NUM_SOUNDS, 1, 2000)}
+        sounds = {"input_values": random_tensor(num_sounds, 1, 2000)}
     else:
-        sounds = {"input_features": random_tensor(NUM_SOUNDS, model.config.audio_config.num_mel_bins, NUM_FRAMES)}
+        sounds = {"input_features": random_tensor(num_sounds, model.config.audio_config.num_mel_bins, NUM_FRAMES)}
     length = next(iter(sounds.values())).shape[-1]
     for name in ("input_features_mask", "feature_attention_mask", "padding_mask"):
         if name in arguments and name not in sounds:
-            sounds[name] = torch.ones(NUM_SOUNDS, length, dtype=torch.long)
+            sounds[name] = torch.ones(num_sounds, length, dtype=torch.long)
     return sounds
 
 
-def _stacked_frames(config: PreTrainedConfig) -> Inputs:
-    features = random_tensor(NUM_SOUNDS, 20, config.audio_config.input_size)
-    return {"input_features": features, "input_features_mask": torch.ones(NUM_SOUNDS, 20, dtype=torch.long)}
+def _stacked_frames(config: PreTrainedConfig, num_sounds: int) -> Inputs:
+    features = random_tensor(num_sounds, 20, config.audio_config.input_size)
+    return {"input_features": features, "input_features_mask": torch.ones(num_sounds, 20, dtype=torch.long)}
 
 
-def _granite_speech(config: PreTrainedConfig) -> Inputs:
+def _granite_speech(config: PreTrainedConfig, num_sounds: int) -> Inputs:
     # The mask says which features are used, not which frames
     num_features = math.ceil(NUM_FRAMES / config.window_size) * (config.window_size // config.downsample_rate)
     return {
-        "input_features": random_tensor(NUM_SOUNDS, NUM_FRAMES, config.encoder_config.input_dim),
-        "input_features_mask": torch.ones(NUM_SOUNDS, num_features, dtype=torch.bool),
+        "input_features": random_tensor(num_sounds, NUM_FRAMES, config.encoder_config.input_dim),
+        "input_features_mask": torch.ones(num_sounds, num_features, dtype=torch.bool),
     }
 
 
-def _speech_and_speakers(config: PreTrainedConfig) -> Inputs:
-    features = random_tensor(NUM_SOUNDS, NUM_FRAMES, config.audio_config.asr_config.num_mel_bins)
-    return {"input_features": features, "input_features_mask": torch.ones(NUM_SOUNDS, NUM_FRAMES, dtype=torch.long)}
+def _speech_and_speakers(config: PreTrainedConfig, num_sounds: int) -> Inputs:
+    features = random_tensor(num_sounds, NUM_FRAMES, config.audio_config.asr_config.num_mel_bins)
+    return {"input_features": features, "input_features_mask": torch.ones(num_sounds, NUM_FRAMES, dtype=torch.long)}
 
 
-def _whole_windows(config: PreTrainedConfig) -> Inputs:
+def _whole_windows(config: PreTrainedConfig, num_sounds: int) -> Inputs:
     length = 2 * config.audio_config.n_window
-    return {"input_features": random_tensor(NUM_SOUNDS, config.audio_config.num_mel_bins, length)}
+    return {"input_features": random_tensor(num_sounds, config.audio_config.num_mel_bins, length)}
 
 
-def _short_waveforms(config: PreTrainedConfig) -> Inputs:
-    return {"input_values": random_tensor(NUM_SOUNDS, 1, 16)}
+def _short_waveforms(config: PreTrainedConfig, num_sounds: int) -> Inputs:
+    return {"input_values": random_tensor(num_sounds, 1, 16)}
 
 
 # How sound is handed to models that take neither waveforms nor 64 frames with the mel bins first
-SOUNDS: dict[str, Callable[[PreTrainedConfig], Inputs]] = {
+SOUNDS: dict[str, Callable[[PreTrainedConfig, int], Inputs]] = {
     "fun_asr_nano": _stacked_frames,
     "granite_speech": _granite_speech,
     "granite_speech_plus": _granite_speech,

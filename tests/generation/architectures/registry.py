@@ -1,0 +1,198 @@
+# Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
+"""Which architectures are swept, with what kind of prompt, and why the others are not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    One architecture with one kind of prompt.
+
+    Args:
+        mapping (`str`): The auto mapping that names the architecture.
+        kind (`str`):
+            What the prompt holds: `"text"`; `"images"`, one in the first row and two in the second; `"sound"`, one in
+            each row; `"sounds"`, one in the first row and two in the second.
+        model_type (`str`): The key of the mapping.
+        class_name (`str`): Its value.
+    """
+
+    mapping: str
+    kind: str
+    model_type: str
+    class_name: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.mapping}, {self.kind}: {self.model_type}"
+
+    @property
+    def excluded(self) -> str | None:
+        """Why upstream cannot serve as the oracle of this case, or `None` if it can."""
+        return self._look_up(EXCLUDED, None)
+
+    def _look_up(self, table: Mapping[Any, Any], default: Any) -> Any:
+        for key in ((self.kind, self.model_type), self.class_name, self.model_type):
+            if key in table:
+                return table[key]
+        return default
+
+    @property
+    def runs_in_float32(self) -> bool:
+        return self._look_up(FLOAT32, None) is not None
+
+    @property
+    def beam_arguments(self) -> dict[str, Any]:
+        """Arguments of `generate` for beam search with this architecture."""
+        return self._look_up(BEAM_ARGUMENTS, {})
+
+    @property
+    def reference_beam_arguments(self) -> dict[str, Any]:
+        """Arguments that upstream needs in addition to do beam search right."""
+        return self._look_up(REFERENCE_BEAM_ARGUMENTS, {})
+
+    @property
+    def expanded_first(self) -> tuple[str, ...]:
+        """The modes in which the prompt is expanded before the prefill."""
+        return self._look_up(EXPANDED_FIRST, ())
+
+    @property
+    def wrong_with_beams(self) -> tuple[str, ...]:
+        """The fields of the output that upstream gets wrong in beam search."""
+        return self._look_up(WRONG_WITH_BEAMS, ())
+
+    @property
+    def is_expanded_by_caller(self) -> bool:
+        """Whether the oracle gets rows that the test has expanded: upstream mixes up the images or sounds of a row."""
+        return self.kind == "sounds" or (self.kind == "images" and self.model_type in IMAGES_MIXED_UP)
+
+
+# Names in the mapping of sequence-to-sequence models, beside those of the speech mapping, that take sound
+AUDIO_LANGUAGE_MODELS = (
+    "audioflamingo3",
+    "glmasr",
+    "moss_transcribe_diarize",
+    "musicflamingo",
+    "nemo_speechlm",
+    "qwen2_audio",
+)
+# Models that find the sounds of a row by placeholders in its text
+SEVERAL_SOUNDS = (
+    *AUDIO_LANGUAGE_MODELS,
+    "fun_asr_nano",
+    "granite_speech",
+    "granite_speech_plus",
+    "omniasr",
+    "qwen3_asr",
+    "vibevoice_asr",
+    "voxtral",
+)
+# Upstream repeats each image of a row by itself, [a, b] -> [a, a, b, b], where rows need [a, b, a, b]
+IMAGES_MIXED_UP = (
+    "glm46v",
+    "glm4v",
+    "glm4v_moe",
+    "glm5_next",
+    "glm_ocr",
+    "glmga",
+    "granite4_vision",
+    "nemotron_h_omni",
+)
+
+_TIMM = "the image tower comes from timm"
+_IMAGES_ONLY = "does not take a prompt without an image"
+_DRAFT = "drafts for another model, on that model's keys and values"
+EXCLUDED: dict[str | tuple[str, str], str] = {
+    "dia": "its `generate` refuses several sequences per prompt",
+    "diffusion_gemma": "denoises blocks of tokens in a loop of its own",
+    "fast_vlm": _TIMM,
+    "gemma3n": _TIMM,
+    "gemma4_assistant": _DRAFT,
+    "gemma4_unified_assistant": _DRAFT,
+    "inkling_mm_model": "needs SciPy",
+    "Llama4ForConditionalGeneration": "upstream's forward pass fails (no `image_outputs`)",
+    "perception_lm": _TIMM,
+    "pi0": "has no `generate`",
+    "vibevoice": "needs a noise scheduler of diffusers",
+    ("images", "fuyu"): "upstream does not expand the image features",
+    ("images", "mistral4"): "takes text only",
+    ("text", "blip"): _IMAGES_ONLY,
+    ("text", "blip-2"): _IMAGES_ONLY,
+    ("text", "idefics"): _IMAGES_ONLY,
+    ("text", "instructblip"): _IMAGES_ONLY,
+    ("text", "instructblipvideo"): _IMAGES_ONLY,
+    ("text", "pix2struct"): _IMAGES_ONLY,
+    ("text", "pp_formulanet"): _IMAGES_ONLY,
+    ("text", "udop"): _IMAGES_ONLY,
+    ("text", "vision-encoder-decoder"): _IMAGES_ONLY,
+    ("text", "voxtral_realtime"): "does not take a prompt without sound",
+}
+
+_MASK = "softmax in float32 makes infinities of the float64 mask"
+_FLOAT_MASK = "does not convert the float64 minimum"
+# Why a model does not compute in float64 throughout
+FLOAT32 = {
+    "bloom": _MASK,
+    "gemma2": _MASK,
+    "granite_swa": _MASK,
+    "granitemoe_swa": _MASK,
+    "hy_v4": "its hyper-connections compute in float32",
+    "hy_v4_vl": "its hyper-connections compute in float32",
+    "kosmos-2": _FLOAT_MASK,
+    "kyutai_speech_to_text": "the codec stays in float32",
+    "mpt": _MASK,
+    "prophetnet": _MASK,
+    "vaultgemma": _MASK,
+    "voxtral_realtime": "its time embedding is computed in float32",
+    "xglm": _FLOAT_MASK,
+    "xlm": _MASK,
+    "xlnet": "its position embedding is computed in float32",
+}
+_WITHOUT_CACHE = {"use_cache": False}
+BEAM_ARGUMENTS: dict[str, dict[str, Any]] = {
+    # Beam search is refused with a state that can't be reordered
+    "rwkv": _WITHOUT_CACHE,
+    "xlstm": _WITHOUT_CACHE,
+    # Upstream returns one and the same hypothesis for all sequences
+    "WhisperForConditionalGeneration": {"num_return_sequences": 1},
+}
+REFERENCE_BEAM_ARGUMENTS: dict[str, dict[str, Any]] = {
+    # The linear attention of its cache isn't reordered with the beams
+    "minimax": _WITHOUT_CACHE,
+}
+EXPANDED_FIRST = {
+    # `generate` repeats the sound itself, for `num_return_sequences`
+    "WhisperForConditionalGeneration": ("sample",),
+}
+WRONG_WITH_BEAMS = {
+    # Of the scores of all beams, upstream keeps as many rows as there are prompts
+    "WhisperForConditionalGeneration": ("scores",),
+}
+
+
+def all_cases() -> list[Case]:
+    """Every case, those that are excluded too, in the order of the mappings."""
+    mappings = {
+        "causal LM": (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ["text"]),
+        "sequence-to-sequence LM": (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, ["text"]),
+        "image-text-to-text": (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, ["text", "images"]),
+        "speech": (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, ["sound"]),
+    }
+    cases = []
+    for mapping, (names, kinds) in mappings.items():
+        for model_type, class_name in names.items():
+            more = ["sound"] if mapping.startswith("seq") and model_type in AUDIO_LANGUAGE_MODELS else []
+            if "sound" in [*kinds, *more] and model_type in SEVERAL_SOUNDS:
+                more.append("sounds")
+            cases += [Case(mapping, kind, model_type, class_name) for kind in [*kinds, *more]]
+    return cases
