@@ -32,7 +32,7 @@ def check_repeats(repeats: int) -> int:
     return repeats
 
 
-def take_rows(buffer: torch.Tensor, index: torch.LongTensor, dim: int = 0, static: bool = True) -> torch.Tensor:
+def take_rows(buffer: torch.Tensor, index: torch.LongTensor, static: bool = True) -> torch.Tensor:
     """
     Takes rows of a buffer, on the device where the buffer is.
 
@@ -40,15 +40,14 @@ def take_rows(buffer: torch.Tensor, index: torch.LongTensor, dim: int = 0, stati
     where it was. A new one is marked as static.
 
     Args:
-        buffer (`torch.Tensor`): The buffer, with the rows in dimension `dim`.
+        buffer (`torch.Tensor`): The buffer, with the rows in the first dimension.
         index (`torch.LongTensor` of shape `(rows,)`): The rows to take, on any device.
-        dim (`int`, *optional*, defaults to 0): The dimension of the rows.
         static (`bool`, *optional*, defaults to `True`): Whether compiled code may rely on the buffer's address.
 
     Returns:
         `torch.Tensor`: The rows: `buffer` itself where it is static and the number of rows has not changed.
     """
-    rows = buffer.index_select(dim, index.to(buffer.device))
+    rows = buffer.index_select(0, index.to(buffer.device))
     if static and rows.shape == buffer.shape:
         return buffer.copy_(rows)
     if static and not is_torchdynamo_compiling():
@@ -130,6 +129,7 @@ class StaticLayerExpansionMixin:
     """
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorders this layer's cache for beam search, where it lies."""
         if self.is_initialized:
             self.keys = take_rows(self.keys, beam_idx)
             self.values = take_rows(self.values, beam_idx)
@@ -143,6 +143,7 @@ class LinearAttentionLayerExpansionMixin:
     """
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorders this layer's states for beam search, where they lie."""
         for states, static in ((self.conv_states, not self.record_past), (self.recurrent_states, True)):
             for position, state in states.items():
                 if state is not None:
@@ -170,6 +171,7 @@ class StaticReferenceWindowLayerExpansionMixin:
     """Buffers of unlimited_ocr's static layers: prompt and sliding window are views of one buffer."""
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorders this layer's cache for beam search, where it lies."""
         if not self.is_initialized:
             return
         beam_idx = beam_idx.to(self.all_keys.device)
@@ -193,6 +195,7 @@ class MiniMaxCacheExpansionMixin:
         return count_rows(self.linear_cache) or cache_rows(self.layers)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorders all layers for beam search."""
         super().reorder_cache(beam_idx)
         for position, state in enumerate(self.linear_cache):
             if len(state) > 0:

@@ -462,10 +462,6 @@ class SharedPrefixSlidingWindowLayer(SharedPrefixLayer, DynamicSlidingWindowLaye
         plain.cumulative_length, plain.record_past = self.cumulative_length, self.record_past
         return plain
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -475,6 +471,11 @@ class SharedPrefixSlidingWindowLayer(SharedPrefixLayer, DynamicSlidingWindowLaye
         if not self.record_past:
             self._restrict_to_window()
         return shown
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Takes the device of the first states, for the window's length too, which masks are made from."""
+        super().lazy_initialization(key_states, value_states)
+        self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
 
     def _visible_length(self, new_tokens: int) -> int:
         return self.sliding_window - 1 + new_tokens

@@ -3,15 +3,26 @@
 
 import copy
 import unittest
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from parameterized import parameterized
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_expansion import cache_rows, cannot_expand
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    Fp8QuantizedLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    StaticCache,
+    StaticLayer,
+)
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from .fillings import FILLINGS, QUANTIZED_FILLINGS, STATIC_FILLINGS, Filling, addresses, states
@@ -267,6 +278,36 @@ class OffloadedLayersTest(CacheTestCase):
         for layer, device in zip(cache.layers, home):
             layer.device = device
         self.assert_same_as_filled(filling, cache, THREE_EACH)
+
+    @parameterized.expand(
+        [
+            (DynamicLayer,),
+            (partial(StaticLayer, max_cache_len=8),),
+            (Fp8QuantizedLayer,),
+            (LinearAttentionAndFullAttentionLayer,),
+            (partial(LinearAttentionAndStaticFullAttentionLayer, max_cache_len=8),),
+        ]
+    )
+    def test_devices(self, new_layer: Callable[[], Any]):
+        """Fake tensors of an accelerator refuse an index from elsewhere, as real ones do."""
+        with FakeTensorMode():
+            layer = new_layer()
+            layer.update(*torch.zeros(2, 2, 4, 3, 16, device="cuda"))
+            if hasattr(layer, "conv_states"):
+                layer.lazy_initialization(conv_states=layer.keys, recurrent_states=layer.keys)
+            for repeats, move, device in (
+                (2, lambda: None, "cuda"),
+                (4, layer.offload, "cpu"),
+                (8, layer.prefetch, "cuda"),
+            ):
+                move()
+                layer.batch_repeat_interleave(2)
+                held = [value for _, value in states(layer) if isinstance(value, torch.Tensor) and value.dim() > 1]
+                self.assertGreater(len(held), 1)
+                self.assertEqual({state.shape[0] for state in held}, {2 * repeats})
+                # Quantized stores aren't moved
+                expected = "cuda" if isinstance(layer, Fp8QuantizedLayer) else device
+                self.assertEqual({state.device.type for state in held}, {expected})
 
     def test_copies_under_way_are_waited_for(self):
         filling = FILLINGS["dynamic"]()

@@ -226,13 +226,14 @@ class SharedPrefixAttentionTest(unittest.TestCase):
 
     @parameterized.expand(product([1, 3], ["none", "bool", "additive"]))
     def test_without_the_fused_kernel(self, queries, mask):
-        """Two matrix products, on every device: no copy of the prefix, and scores of size N * L at most."""
+        """Two matrix products, on every device: no copy of the prefix, and scores of size N * (L + S) at most."""
         case = Case(queries=queries, prefix_length=100, head_dim=32, value_dim=32)
         mask = case.mask(mask)
         with mock.patch.object(shared_prefix_attention, "_can_fuse", return_value=False), Operators() as operators:
             output, _ = case.attend(mask)
         self.assertNotIn(FUSED_KERNEL, operators.names)
-        self.assertLessEqual(operators.largest, case.rows * case.heads * queries * case.prefix_length)
+        length = case.prefix_length + case.key.shape[2]
+        self.assertLessEqual(operators.largest, case.rows * case.heads * queries * length)
         self.assert_close(output, case.reference(mask)[0])
 
     @parameterized.expand(

@@ -65,7 +65,7 @@ GENERATION_EDITS = [
         scope=GENERATE,
         old="return result",
         new="""
-            self._materialize_returned_cache(generation_config, model_kwargs.get("cache"))
+            self._materialize_returned_cache(generation_config, result, model_kwargs.get("cache"))
             return result
         """,
         reason="a cache that the caller gets back has upstream's layout",

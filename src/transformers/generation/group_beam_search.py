@@ -90,7 +90,7 @@ class BeamGroups:
         running_sequences[..., :prompt_length] = input_ids.view(*prompt_shape, prompt_length)
         beam_indices = torch.full((*shape, max_length - prompt_length), -1, dtype=torch.int32, device=device)
         # The beams of a group are equal at first, so that only one of them is a hypothesis
-        running_scores = torch.full(shape, NO_HYPOTHESIS_SCORE, device=device)
+        running_scores = torch.full(shape, NO_HYPOTHESIS_SCORE, dtype=torch.float, device=device)
         running_scores[..., 0] = 0.0
         return cls(
             running_sequences=running_sequences,

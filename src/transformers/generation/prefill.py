@@ -103,6 +103,19 @@ def detach_from_caller(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     return model_kwargs
 
 
+def outermost_caches(*caches: Any) -> list[Any]:
+    """
+    Returns each of the caches once, without those that are a part of another one: blip wraps the self-attention cache
+    that it is given into an [`EncoderDecoderCache`] of its own.
+    """
+    caches = {id(cache): cache for cache in caches if cache is not None}
+    for cache in list(caches.values()):
+        if isinstance(cache, EncoderDecoderCache):
+            caches.pop(id(cache.self_attention_cache), None)
+            caches.pop(id(cache.cross_attention_cache), None)
+    return list(caches.values())
+
+
 def prefill_rows(generation_config: "GenerationConfig", batch_size: int) -> int:
     """Number of rows that the prefill of `batch_size` prompts runs on, for caches that are initialized before it."""
     # The flag is only there in `generate`: loops of a model's own expand their rows before they prepare a cache
@@ -183,7 +196,7 @@ class PrefillMixin:
             return "token healing may change each row of the prompt"
         if self.training:
             return "the model is in training mode, where each row draws its own dropout"
-        return why_expand_first(self)
+        return why_expand_first(self, model_kwargs)
 
     def _why_not_share(self, generation_config: "GenerationConfig", model_kwargs: dict[str, Any]) -> str | None:
         """Returns what stands in the way of storing the prompt's keys and values once, or `None` if nothing does."""
@@ -293,8 +306,8 @@ class PrefillMixin:
         rows = input_ids.shape[0]
         self._expand_outputs(outputs, expand_size, rows)
         expand_model_state(self, outputs, model_kwargs, expand_size)
-        caches = {id(cache): cache for cache in (outputs.get("cache"), model_kwargs.get("cache")) if cache is not None}
-        for cache in caches.values():
+        caches = outermost_caches(outputs.get("cache"), model_kwargs.get("cache"))
+        for cache in caches:
             if generation_config.prompt_expansion == "share":
                 share_cache(cache, expand_size, **generation_config._shared_attention)
             else:
@@ -308,10 +321,14 @@ class PrefillMixin:
         return outputs, input_ids, model_kwargs
 
     @staticmethod
-    def _materialize_returned_cache(generation_config: "GenerationConfig", cache: Any) -> None:
+    def _materialize_returned_cache(generation_config: "GenerationConfig", result: Any, cache: Any) -> None:
         """Gives a shared cache upstream's layout of B * N rows if the caller gets it back."""
-        is_returned = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-        if generation_config.prompt_expansion == "share" and cache is not None and is_returned:
+        if generation_config.prompt_expansion != "share":
+            return
+        returned = [result.get("cache")] if isinstance(result, ModelOutput) else []
+        if getattr(cache, "_is_user_defined", False):
+            returned.append(cache)
+        for cache in outermost_caches(*returned):
             materialize_cache(cache)
 
     def _expand_outputs(self, outputs: ModelOutput, expand_size: int, rows: int) -> None:

@@ -31,10 +31,13 @@ OWN_STATE_MODELS = {
 STREAMING_MODELS = ("kyutai_speech_to_text", "voxtral_realtime")
 
 
-def why_expand_first(model: "PreTrainedModel") -> str | None:
+def why_expand_first(model: "PreTrainedModel", model_kwargs: dict[str, Any]) -> str | None:
     """Returns why the prompt of `model` must be expanded before its prefill, or `None` if it needn't be."""
     if (reason := OWN_STATE_MODELS.get(model.config.model_type)) is not None:
         return reason
+    has_noise = model_kwargs.get("input_values") is not None and model_kwargs.get("sample", True)
+    if model.config.model_type == "vibevoice_asr" and has_noise:
+        return "the prefill draws noise for each row of `input_values`, unless `sample=False`"
     # Experts with a capacity drop tokens depending on all rows of the batch (nllb-moe: unless they have room for all)
     if getattr(model.config, "moe_eval_capacity_token_fraction", 1.0) < 1.0:
         return "the capacity of the experts depends on the number of rows (`moe_eval_capacity_token_fraction`)"

@@ -21,6 +21,8 @@ MODES: dict[str, dict[str, Any]] = {
     "beam": {"do_sample": False, "num_beams": NUM_SEQUENCES, "num_return_sequences": NUM_SEQUENCES},
     "beam sample": {"do_sample": True, "num_beams": NUM_SEQUENCES, "num_return_sequences": NUM_SEQUENCES},
 }
+# Most models share the prompt's keys and values, so copying them has a mode of its own
+COPIED = ", copied"
 FLOAT32_TOLERANCE = 1e-5
 
 
@@ -47,6 +49,7 @@ def calls_of(case: Case) -> dict[str, dict[str, Any]]:
     return {
         mode: arguments | (case.beam_arguments if arguments["num_beams"] > 1 else {})
         for mode, arguments in MODES.items()
+        if case.takes_beams or arguments["num_beams"] == 1
     }
 
 
@@ -62,20 +65,23 @@ def compare(case: Case, oracle: Oracle) -> Outcome:
     reference_weights, references = oracle.run(
         run, *subject, reference_calls, expanded_by_caller=case.is_expanded_by_caller
     )
+    if "beam sample" in calls and "beam sample" not in case.expanded_first:
+        calls[f"beam sample{COPIED}"] = calls["beam sample"] | {"prompt_expansion": "copy"}
     weights, generations = run(*subject, calls)
     outcome = Outcome(case, generations)
     if weights != reference_weights:
         outcome.problems.append("the weights differ")
     rows = references["greedy"].first_rows
-    for mode, generation in generations.items():
+    for name, generation in generations.items():
+        mode = name.removesuffix(COPIED)
         reference = references[mode]
         expected_rows = rows * (NUM_SEQUENCES if mode in case.expanded_first else 1)
         if generation.first_rows != expected_rows:
-            outcome.problems.append(f"{mode}: {generation.first_rows} rows in the first forward, not {expected_rows}")
+            outcome.problems.append(f"{name}: {generation.first_rows} rows in the first forward, not {expected_rows}")
         if mode != "greedy" and reference.first_rows != rows * NUM_SEQUENCES:
             outcome.problems.append(f"{mode}: upstream has {reference.first_rows} rows in the first forward")
         ignored = case.wrong_with_beams if calls[mode]["num_beams"] > 1 else ()
-        outcome.problems += (f"{mode}: {problem}" for problem in _differences(generation, reference, ignored, outcome))
+        outcome.problems += (f"{name}: {problem}" for problem in _differences(generation, reference, ignored, outcome))
     return outcome
 
 
@@ -98,6 +104,10 @@ def _differences(
             # Equal infinities have no difference; NaN differs from everything
             gaps = torch.where(actual == expected, 0, (actual - expected).abs()).nan_to_num(nan=torch.inf)
             outcome.worst = max(outcome.worst, gaps.max().item())
-            tolerance = FLOAT32_TOLERANCE if outcome.case.runs_in_float32 else 0.0
-            if gaps.max() > tolerance:
+            if outcome.case.runs_in_float32:
+                same = torch.allclose(actual, expected, rtol=FLOAT32_TOLERANCE, atol=FLOAT32_TOLERANCE)
+            else:
+                # Scores come in float32, where the rounding of float64 does not show
+                same = torch.equal(actual, expected)
+            if not same:
                 yield f"{name} differ by {gaps.max():.1e}"

@@ -106,7 +106,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "patcher_config": {"hidden_size": 64, "num_attention_heads": 4},
         "encoder_config": {"hidden_size_global": 128},
         "decoder_config": {"hidden_size_global": 128},
-        "global_config": {"hidden_size": 128},
+        "global_config": {"hidden_size": 128, "head_dim": 32},
     },
     "chameleon": {
         "vocabulary_map": {"<image>": 100, **{f"IMGIMG{letter}Z": 110 + i for i, letter in enumerate("ABCDEFGH")}},

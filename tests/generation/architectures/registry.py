@@ -62,9 +62,13 @@ class Case:
         return self._look_up(REFERENCE_BEAM_ARGUMENTS, {})
 
     @property
-    def expanded_first(self) -> tuple[str, ...]:
-        """The modes in which the prompt is expanded before the prefill."""
-        return self._look_up(EXPANDED_FIRST, ())
+    def expanded_first(self) -> dict[str, str]:
+        """The modes in which the prompt is expanded before the prefill, with the reasons."""
+        return self._look_up(EXPANDED_FIRST, {})
+
+    @property
+    def takes_beams(self) -> bool:
+        return self.model_type not in WITHOUT_BEAMS
 
     @property
     def wrong_with_beams(self) -> tuple[str, ...]:
@@ -94,7 +98,6 @@ SEVERAL_SOUNDS = (
     "granite_speech_plus",
     "omniasr",
     "qwen3_asr",
-    "vibevoice_asr",
     "voxtral",
 )
 # Upstream repeats each image of a row by itself, [a, b] -> [a, a, b, b], where rows need [a, b, a, b]
@@ -139,24 +142,27 @@ EXCLUDED: dict[str | tuple[str, str], str] = {
 }
 
 _MASK = "softmax in float32 makes infinities of the float64 mask"
-_FLOAT_MASK = "does not convert the float64 minimum"
-# Why a model does not compute in float64 throughout
+_MASK_CONVERSION = "does not convert the float64 minimum"
+_SOFTMAX = "softmax in float32"
+# Models that run in float32, and why float64 would not make them exact
 FLOAT32 = {
     "bloom": _MASK,
+    "flint": _SOFTMAX,
     "gemma2": _MASK,
     "granite_swa": _MASK,
     "granitemoe_swa": _MASK,
-    "hy_v4": "its hyper-connections compute in float32",
-    "hy_v4_vl": "its hyper-connections compute in float32",
-    "kosmos-2": _FLOAT_MASK,
-    "kyutai_speech_to_text": "the codec stays in float32",
+    "hy_v4": "hyper-connections in float32",
+    "hy_v4_vl": "hyper-connections in float32",
+    "kosmos-2": _MASK_CONVERSION,
+    "kyutai_speech_to_text": "codec in float32",
     "mpt": _MASK,
     "prophetnet": _MASK,
+    "t5gemma": _SOFTMAX,
     "vaultgemma": _MASK,
-    "voxtral_realtime": "its time embedding is computed in float32",
-    "xglm": _FLOAT_MASK,
+    "voxtral_realtime": "time embedding in float32",
+    "xglm": _MASK_CONVERSION,
     "xlm": _MASK,
-    "xlnet": "its position embedding is computed in float32",
+    "xlnet": "position embedding in float32",
 }
 _WITHOUT_CACHE = {"use_cache": False}
 BEAM_ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -170,10 +176,15 @@ REFERENCE_BEAM_ARGUMENTS: dict[str, dict[str, Any]] = {
     # The linear attention of its cache isn't reordered with the beams
     "minimax": _WITHOUT_CACHE,
 }
-EXPANDED_FIRST = {
-    # `generate` repeats the sound itself, for `num_return_sequences`
-    "WhisperForConditionalGeneration": ("sample",),
+_OWN_EXPANSION = {"sample": "its own `generate` repeats the prompts for `num_return_sequences`"}
+EXPANDED_FIRST: dict[Any, dict[str, str]] = {
+    ("sound", "vibevoice_asr"): dict.fromkeys(["sample", "beam", "beam sample"], "its encoder adds noise to each row"),
+    "WhisperForConditionalGeneration": _OWN_EXPANSION,
+    "musicgen": _OWN_EXPANSION,
+    "musicgen_melody": _OWN_EXPANSION,
 }
+# Models that refuse beam search
+WITHOUT_BEAMS = ("musicgen", "musicgen_melody")
 WRONG_WITH_BEAMS = {
     # Of the scores of all beams, upstream keeps as many rows as there are prompts
     "WhisperForConditionalGeneration": ("scores",),

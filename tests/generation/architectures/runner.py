@@ -15,10 +15,10 @@ import torch
 import transformers
 from transformers import Cache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from .configs import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, tiny_config
+from .configs import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, VOCABULARY_SIZE, tiny_config
 from .image_inputs import IMAGES_PER_ROW, NUM_PATCHES, image_inputs
 from .sound_inputs import sound_inputs
-from .text_inputs import BATCH_SIZE, Inputs, text_inputs, to_dtype
+from .text_inputs import BATCH_SIZE, ONE_ROW_PER_CODEBOOK, Inputs, text_inputs, to_dtype
 
 
 MAX_NEW_TOKENS = 5
@@ -96,12 +96,19 @@ def build_model(model_type: str, class_name: str, dtype: torch.dtype, seed: int 
     _randomise(model)
     for module in model.modules():
         if isinstance(module, GenerationMixin) and module.generation_config is not None:
-            module.generation_config.bos_token_id = BOS_TOKEN_ID
-            module.generation_config.eos_token_id = EOS_TOKEN_ID
-            module.generation_config.pad_token_id = PAD_TOKEN_ID
-            if module.config.is_encoder_decoder:
-                module.generation_config.decoder_start_token_id = BOS_TOKEN_ID
+            _set_special_tokens(module)
     return model
+
+
+def _set_special_tokens(model: PreTrainedModel) -> None:
+    generation_config = model.generation_config
+    generation_config.bos_token_id = generation_config.decoder_start_token_id = BOS_TOKEN_ID
+    generation_config.eos_token_id = EOS_TOKEN_ID
+    generation_config.pad_token_id = PAD_TOKEN_ID
+    if model.config.model_type in ONE_ROW_PER_CODEBOOK:
+        # The delay pattern is filled with a token behind the vocabulary, and rows can't end early
+        generation_config.decoder_start_token_id = generation_config.pad_token_id = VOCABULARY_SIZE
+        generation_config.eos_token_id = None
 
 
 def _own_config(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
@@ -213,7 +220,12 @@ def strategies() -> Iterator[list[tuple[str, str]]]:
 
 def repeat_rows(inputs: Inputs, repeats: int) -> Inputs:
     """Repeats each row in place of it: `[x, y] -> [x, x, y, y]`, where x and y have all images or sounds of a row."""
-    return {name: _repeat_tensor(value, repeats) for name, value in inputs.items()} if repeats > 1 else inputs
+    if repeats == 1:
+        return inputs
+    return {
+        name: _repeat_tensor(value, repeats) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
 
 
 def _repeat_tensor(tensor: torch.Tensor, repeats: int) -> torch.Tensor:

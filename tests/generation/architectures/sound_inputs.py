@@ -155,8 +155,9 @@ def _seamless(model: PreTrainedModel) -> Inputs:
 
 
 def _kyutai_speech_to_text(model: PreTrainedModel) -> Inputs:
-    # One token per frame. The sound goes on after the prompt
+    # One token per frame. The sound goes on after the prompt, and so does its encoder: by windows
     frames = PROMPT_LENGTH + 8
+    model.generation_config.audio_window_size = PROMPT_LENGTH + 1
     return text_inputs(model) | {"input_values": random_tensor(BATCH_SIZE, 1, frames * model.config.frame_size)}
 
 

@@ -6,14 +6,20 @@ Runs the architecture sweep and writes what it found, as a page of the documenta
 """
 
 import argparse
+import multiprocessing
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from transformers.utils import logging
 
-from ..oracle import UPSTREAM_VERSION, Oracle
-from .comparison import NUM_SEQUENCES, Outcome, compare
+from ..oracle import UPSTREAM_VERSION
+from ..runs import oracle
+from .comparison import COPIED, NUM_SEQUENCES, Outcome, compare
 from .registry import IMAGES_MIXED_UP, SEVERAL_SOUNDS, Case, all_cases
 
 
@@ -46,20 +52,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("page", type=Path, help="the page to write")
     page = parser.parse_args().page
-    logging.set_verbosity_error()
-    oracle = Oracle()
-    outcomes = {case: None if case.excluded is not None else compare(case, oracle) for case in all_cases()}
-    problems = [f"{case.name}: {problem}" for case, o in outcomes.items() if o is not None for problem in o.problems]
-    if problems:
-        sys.exit("\n".join([*problems, f"{page} is left as it was"]))
+    outcomes = dict.fromkeys(all_cases())
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for outcome in pool.map(_compare, [case for case in outcomes if case.excluded is None]):
+            print(outcome.case.name, *outcome.problems, sep="\n    ", flush=True)
+            outcomes[outcome.case] = outcome
+    if any(outcome.problems for outcome in outcomes.values() if outcome is not None):
+        sys.exit(f"{page} is left as it was: not all cases agree with upstream")
     page.write_text(render(outcomes))
+
+
+def _compare(case: Case) -> Outcome:
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    outcome = compare(case, oracle())
+    # Tensors are of no use to the page, and do not outlive this process
+    outcome.generations = {mode: replace(done, tensors={}) for mode, done in outcome.generations.items()}
+    return outcome
 
 
 def render(outcomes: dict[Case, Outcome | None]) -> str:
     """The page, from the outcome of each case, `None` for the excluded ones."""
     sections = [HEAD, "## Totals\n", _totals(outcomes)]
     for mapping in dict.fromkeys(case.mapping for case in outcomes):
-        rows = [_row(case, outcome) for case, outcome in outcomes.items() if case.mapping == mapping]
+        rows = [row(case, outcome) for case, outcome in outcomes.items() if case.mapping == mapping]
         sections += [
             f"## {mapping[0].upper()}{mapping[1:]}\n",
             _markdown_table(["model type", "prompt", "cache", "prompt computed", "strategy", "why"], rows),
@@ -82,29 +98,38 @@ def _totals(outcomes: dict[Case, Outcome | None]) -> str:
 
 def _strategies(outcome: Outcome) -> list[tuple[str, str]]:
     """The strategies taken in the modes with several sequences, with their reasons, each once."""
-    taken = [(generation.strategy, generation.reason) for generation in outcome.generations.values()]
+    taken = [
+        (generation.strategy, generation.reason)
+        for mode, generation in outcome.generations.items()
+        if not mode.endswith(COPIED)
+    ]
     return [pair for pair in dict.fromkeys(taken) if pair[0]]
 
 
-def _row(case: Case, outcome: Outcome | None) -> list[str]:
+def row(case: Case, outcome: Outcome | None) -> list[str]:
+    """The cells of a case, from its outcome, `None` for an excluded one."""
     if outcome is None:
         return [f"`{case.model_type}`", case.kind, "", "not swept", "", case.excluded or ""]
     modes = ", ".join(case.expanded_first)
     computed = f"once; {modes}: {NUM_SEQUENCES} times" if modes else "once"
     strategies = _strategies(outcome)
+    reasons = [*case.expanded_first.values(), *(reason for _, reason in strategies)]
     return [
         f"`{case.model_type}`",
         case.kind,
         outcome.generations["greedy"].cache,
         computed,
         ", ".join(dict.fromkeys(f"`{strategy}`" for strategy, _ in strategies)),
-        "; ".join(dict.fromkeys(reason for _, reason in strategies)),
+        "; ".join(dict.fromkeys(reasons)),
     ]
 
 
+def markdown_row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
 def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return "".join(map(markdown_row, [header, ["---"] * len(header), *rows]))
 
 
 if __name__ == "__main__":

@@ -68,12 +68,13 @@ def text_with_placeholders(groups: Sequence[Sequence[Sequence[int]]], left: bool
 
 def text_inputs(model: PreTrainedModel) -> Inputs:
     """`input_ids` and `attention_mask` of shape (B, L): padded on the left, on the right for an encoder."""
-    tokens = random_tokens(BATCH_SIZE, PROMPT_LENGTH).tolist()
-    inputs = pad([tokens[0][PADDING_LENGTH:], *tokens[1:]], left=not model.config.is_encoder_decoder)
+    tokens = random_tokens(BATCH_SIZE, PROMPT_LENGTH)
     if model.config.model_type in ONE_ROW_PER_CODEBOOK:
         # The rows of all codebooks of an item stand together
-        inputs["input_ids"] = inputs["input_ids"].repeat_interleave(model.config.num_codebooks, dim=0)
-    return inputs
+        return {"input_ids": tokens.repeat_interleave(model.config.num_codebooks, dim=0)}
+    rows = tokens.tolist()
+    return pad([rows[0][PADDING_LENGTH:], *rows[1:]], left=not model.config.is_encoder_decoder)
 
 
+# Models of several streams of tokens per item
 ONE_ROW_PER_CODEBOOK = ("musicgen_decoder", "musicgen_melody_decoder")
