@@ -37,8 +37,9 @@ test: develop
 fuzz: develop
 	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile long tests/generation/test_differential.py
 
+# Threads that wait by spinning take the cores from those that work, on a machine with other load
 demo: develop $(VENV)/.examples
-	$(PY) examples/long_prompt_beams.py
+	OMP_WAIT_POLICY=PASSIVE $(PY) examples/long_prompt_beams.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff format --check .
