@@ -16,6 +16,8 @@ from pathlib import Path
 
 from parameterized import parameterized
 
+from transformers.utils import logging as transformers_logging
+
 
 REPOSITORY = Path(__file__).parents[2]
 GUIDE = REPOSITORY / "docs" / "source" / "en" / "prefill_once.md"
@@ -72,6 +74,8 @@ class DocsTest(unittest.TestCase):
         blocks = find_blocks(page.read_text(encoding="utf-8"))
         if not blocks:
             self.skipTest(f"{page.name} has no Python block")
+        # As in a process of its own: other tests may have had the same message logged, which comes only once
+        transformers_logging.info_once.cache_clear()
         run_blocks(blocks, str(page.relative_to(REPOSITORY)))
 
     def test_every_skipped_block_has_a_reason(self):
