@@ -96,12 +96,13 @@ def build_model(model_type: str, class_name: str, dtype: torch.dtype, seed: int 
     _randomise(model)
     for module in model.modules():
         if isinstance(module, GenerationMixin) and module.generation_config is not None:
-            _set_special_tokens(module)
+            _configure_generation(module)
     return model
 
 
-def _set_special_tokens(model: PreTrainedModel) -> None:
+def _configure_generation(model: PreTrainedModel) -> None:
     generation_config = model.generation_config
+    generation_config.use_cache = True
     generation_config.bos_token_id = generation_config.decoder_start_token_id = BOS_TOKEN_ID
     generation_config.eos_token_id = EOS_TOKEN_ID
     generation_config.pad_token_id = PAD_TOKEN_ID
