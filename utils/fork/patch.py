@@ -12,8 +12,9 @@ import ast
 import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import Distribution
@@ -38,6 +39,7 @@ DIFF_OPTIONS = [
     *("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--no-indent-heuristic"),
     *("--diff-algorithm=myers", "--src-prefix=a/", "--dst-prefix=b/"),
 ]
+STYLE = Path(__file__).with_name("upstream_style.toml")
 
 
 class PatchError(ValueError):
@@ -180,11 +182,21 @@ def run_git(*arguments: str, folder: Path) -> str:
     return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
 
 
-def record_tree(repository: Path, files: Mapping[str, bytes]) -> str:
-    """Writes files into a git repository. Returns the tree of all that it holds now."""
+def apply_style(repository: Path, paths: Iterable[str]) -> None:
+    """Sorts imports and formats files as upstream does. Its own files are in this style, so only edits can change."""
+    files = [path for path in paths if path.endswith(".py")]
+    for command in (["check", "--select", "I", "--fix"], ["format"]):
+        arguments = [sys.executable, "-m", "ruff", *command, "--quiet", "--no-cache", "--config", str(STYLE), *files]
+        subprocess.run(arguments, cwd=repository, check=True)
+
+
+def record_tree(repository: Path, files: Mapping[str, bytes], style: bool = False) -> str:
+    """Writes files into a git repository, in upstream's style if so. Returns the tree of all that it holds now."""
     for path, content in files.items():
         (repository / path).parent.mkdir(parents=True, exist_ok=True)
         (repository / path).write_bytes(content)
+    if style:
+        apply_style(repository, files)
     run_git("add", "--all", folder=repository)
     return run_git("write-tree", folder=repository).strip()
 
@@ -213,7 +225,7 @@ def make_patch(upstream: Distribution, proposal: Proposal) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as name:
         repository = Path(name)
         run_git("init", "--quiet", folder=repository)
-        trees = [record_tree(repository, before), record_tree(repository, {**after, **added})]
+        trees = [record_tree(repository, before), record_tree(repository, {**after, **added}, style=True)]
         diffstat = run_git("diff", *DIFF_OPTIONS, "--stat=120", *trees, folder=repository)
         diff = run_git("diff", *DIFF_OPTIONS, "--unified=3", "--binary", *trees, folder=repository)
     return f"Subject: [PATCH] {proposal.subject}\n\n{proposal.description.strip()}\n---\n{diffstat}\n{diff}", diffstat
