@@ -62,7 +62,7 @@ class PromptSharingMixin(PrefillMixin):
 
     @staticmethod
     def _materialize_returned_cache(generation_config: "GenerationConfig", result: Any, cache: Any) -> None:
-        """Gives a shared cache upstream's layout of B * N rows if the caller gets it back."""
+        """Gives a shared cache the layout of B * N rows if the caller gets it back."""
         if generation_config.prompt_expansion != "share":
             return
         returned = [result.get("cache")] if isinstance(result, ModelOutput) else []
