@@ -202,7 +202,7 @@ def cases(draw, repeated: bool = False) -> Case:
     return case
 
 
-def assert_same_as_upstream(case: Case) -> None:
+def assert_same_as_upstream(case: Case, tolerance: float = 1e-5) -> None:
     note(repr(case))
     ours = run_case(case, prefix_repeats=1)
     theirs = oracle().run(run_case, case, prefix_repeats=case.expand_size)
@@ -215,7 +215,7 @@ def assert_same_as_upstream(case: Case) -> None:
     event("equal rows" if case.prefilled_rows() < len(case.input_ids) else "output")
     assert ours["rows"] == case.prefilled_rows()
     assert theirs["rows"] == len(case.input_ids) * case.expand_size
-    assert_same(ours, theirs)
+    assert_same(ours, theirs, tolerance)
 
 
 @given(cases())
@@ -225,4 +225,5 @@ def test_same_as_upstream(case: Case):
 
 @given(cases(repeated=True))
 def test_same_as_upstream_with_repeated_prompts(case: Case):
-    assert_same_as_upstream(case)
+    # Up to 28 rows become one, whose products round differently, and keys and values reach 30
+    assert_same_as_upstream(case, tolerance=1e-4)

@@ -17,7 +17,13 @@ from ..cache_expansion import cache_rows, cannot_expand
 from ..cache_utils import EncoderDecoderCache
 from ..utils import ModelOutput, logging
 from .equal_rows import EqualRows, EqualRowsMixin
-from .prefill_hooks import STREAMING_MODELS, expand_model_state, hidden_states_row_dim, why_expand_first
+from .prefill_hooks import (
+    STREAMING_MODELS,
+    expand_model_state,
+    hidden_states_row_dim,
+    why_expand_first,
+    why_training_matters,
+)
 
 
 if TYPE_CHECKING:
@@ -206,8 +212,8 @@ class PrefillMixin(EqualRowsMixin):
             return reason
         if generation_config.token_healing:
             return "token healing may change each row of the prompt"
-        if self.training:
-            return "the model is in training mode, where each row draws its own dropout"
+        if self.training and (reason := why_training_matters(self)) is not None:
+            return reason
         return why_expand_first(self, model_kwargs)
 
     def _choose_cache_expansion(
