@@ -192,6 +192,8 @@ class PrefillMixin(EqualRowsMixin):
         generation_config._expand_after_prefill = strategy != "recompute"
         generation_config._equal_rows = equal_rows
         if expand_size * group_size == 1:
+            if obstacle is not None and batch_size > 1 and requested != "recompute":
+                self._log_all_prefilled(obstacle)
             return 1
         logger.info_once(f"{type(self).__name__}: prompt_expansion={strategy!r} ({reason})")
         return 1 if strategy == "recompute" else expand_size
