@@ -215,6 +215,9 @@ def assert_same_as_upstream(case: Case, tolerance: float = 1e-5) -> None:
     event("equal rows" if case.prefilled_rows() < len(case.input_ids) else "output")
     assert ours["rows"] == case.prefilled_rows()
     assert theirs["rows"] == len(case.input_ids) * case.expand_size
+    if case.arguments.get("cache_implementation") == "quantized":
+        # Numbers that differ in their last digit may be stored as neighbours among those of 8 bits, 1/16 apart
+        tolerance = 0.05
     assert_same(ours, theirs, tolerance)
 
 
