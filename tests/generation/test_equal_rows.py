@@ -106,7 +106,16 @@ class FindEqualRowsTest(unittest.TestCase):
         self.assertIsNone(find_equal_rows([torch.tensor(rows)]))
 
     @parameterized.expand(
-        [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float64, torch.float32, torch.bfloat16, torch.float16]
+        [
+            torch.int64,
+            torch.int32,
+            torch.uint8,
+            torch.bool,
+            torch.float64,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        ]
     )
     def test_types(self, dtype: torch.dtype):
         rows = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0], [0, 1, 1, 0]]).to(dtype)
@@ -162,7 +171,9 @@ class FindEqualRowsTest(unittest.TestCase):
 class SameAsUpstreamTest(unittest.TestCase):
     """Pristine upstream, in a process of its own, is the oracle. It forwards B * N rows."""
 
-    def assert_prefilled_once(self, name: str, layout: list[int], arguments: dict, distinct: int | None = None, **options):
+    def assert_prefilled_once(
+        self, name: str, layout: list[int], arguments: dict, distinct: int | None = None, **options
+    ):
         inputs = options.pop("inputs", None) or repeated_inputs(name, layout)
         arguments = {**arguments, **ALL_OUTPUTS, "max_new_tokens": 5}
         tolerance = options.pop("tolerance", 1e-5)
@@ -206,7 +217,10 @@ class SameAsUpstreamTest(unittest.TestCase):
             ("consecutive", "shuffled"),
             (
                 ("static", {"cache_implementation": "static", "disable_compile": True}),
-                ("static_chunks", {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 4}),
+                (
+                    "static_chunks",
+                    {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 4},
+                ),
                 ("quantized", {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}),
                 ("chunks", {"prefill_chunk_size": 4}),
                 ("no_cache", {"use_cache": False}),
@@ -222,7 +236,9 @@ class SameAsUpstreamTest(unittest.TestCase):
             # Chunks of a few rows round differently from those of many, and keys and values reach 30
             assert_same(ours, theirs, tolerance=1e-4)
 
-    @parameterized.expand(product(("llama", "t5"), ("consecutive", "shuffled"), ("greedy", "sample", "sample_several")))
+    @parameterized.expand(
+        product(("llama", "t5"), ("consecutive", "shuffled"), ("greedy", "sample", "sample_several"))
+    )
     def test_streamer_and_stopping_criteria_see_what_they_saw(self, name: str, layout: str, mode: str):
         ours, _ = self.assert_prefilled_once(name, LAYOUTS[layout], MODES[mode], record=True)
         self.assertEqual(ours["streamed.0"].shape[0], 6 * expand_size_of(MODES[mode]))
@@ -262,9 +278,7 @@ class SameAsUpstreamTest(unittest.TestCase):
         for layout in (LAYOUTS["consecutive"], LAYOUTS["shuffled"]):
             inputs = {"inputs_embeds": embeddings[layout], "attention_mask": torch.ones(6, 6, dtype=torch.long)}
             for mode in ("greedy", "sample_several"):
-                ours, theirs = run_both(
-                    "llama", 6, {**MODES[mode], **ALL_OUTPUTS, "max_new_tokens": 5}, inputs=inputs
-                )
+                ours, theirs = run_both("llama", 6, {**MODES[mode], **ALL_OUTPUTS, "max_new_tokens": 5}, inputs=inputs)
                 self.assertEqual((ours["rows"], ours["query_length"]), (2, 6))
                 assert_same(ours, theirs)
 
@@ -425,7 +439,12 @@ class ReasonTest(unittest.TestCase):
     def test_state_outside_of_the_cache(self, layout: str, rows: int):
         """It can be repeated, but not be taken by index."""
         config = transformers.RwkvConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, context_length=64, bos_token_id=1, eos_token_id=2
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            context_length=64,
+            bos_token_id=1,
+            eos_token_id=2,
         )
         torch.manual_seed(0)
         model = transformers.RwkvForCausalLM(config).eval()
@@ -510,8 +529,11 @@ class CostTest(unittest.TestCase):
 
     def test_counter_counts(self):
         with Synchronizations() as counter:
-            bool((torch.ones(3) == 1).all()), torch.ones(1).item(), torch.ones(2).tolist(), torch.equal(
-                torch.ones(2), torch.ones(2)
+            (
+                bool((torch.ones(3) == 1).all()),
+                torch.ones(1).item(),
+                torch.ones(2).tolist(),
+                torch.equal(torch.ones(2), torch.ones(2)),
             )
         self.assertEqual(counter.waits, 4)
 
