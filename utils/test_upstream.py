@@ -99,6 +99,19 @@ def fingerprint(*directories: Path) -> str:
     return digest.hexdigest()
 
 
+def lay_out(checkout: Path, package: Path, target: Path) -> None:
+    """Copies what the tests need of a checkout, in place of an earlier copy, with `package` where its sources were."""
+    shutil.rmtree(target, ignore_errors=True)
+    (target / "src").mkdir(parents=True)
+    (target / "src" / PACKAGE).symlink_to(package)
+    for name in COPIED:
+        source = checkout / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copyfile(source, target / name)
+
+
 @dataclass
 class Side:
     """
@@ -130,18 +143,9 @@ class Side:
 
     def prepare(self, checkout: Path) -> None:
         """Copies the tests, and reads the record of an earlier run if that was of the same tests and package."""
-        shutil.rmtree(self.suite, ignore_errors=True)
-        (self.suite / "src").mkdir(parents=True)
-        (self.suite / "src" / PACKAGE).symlink_to(self.package)
-        for name in COPIED:
-            source = checkout / name
-            if source.is_dir():
-                shutil.copytree(source, self.suite / name, ignore=shutil.ignore_patterns("__pycache__"))
-            elif source.exists():
-                shutil.copyfile(source, self.suite / name)
-        first = (
-            json.dumps({"of": fingerprint(self.package, self.suite / "tests"), "everything": self.everything}) + "\n"
-        )
+        lay_out(checkout, self.package, self.suite)
+        of = {"of": fingerprint(self.package, self.suite / "tests"), "everything": self.everything}
+        first = json.dumps(of) + "\n"
         if self.record.exists() and not self.record.read_text(encoding="utf-8").startswith(first):
             print(f"{self.name}: the record of another package or other tests is thrown away", flush=True)
             self.record.unlink()
@@ -155,7 +159,13 @@ class Side:
             file.write(json.dumps(line) + "\n")
 
     def read(self) -> None:
-        """Reads the lines that the record has got since the last call."""
+        """
+        Reads the lines that the record has got since the last call.
+
+        Raises:
+            `RuntimeError`: Tests have used another package than the side's.
+        """
+        tested = str(self.package.resolve())
         with self.record.open("rb") as file:
             file.seek(self.position)
             text = file.read()
@@ -168,6 +178,8 @@ class Side:
                 self.tests[line["test"]] = line
             elif "file" in line:
                 self.through.add(line["file"])
+            elif line.get("package", tested) != tested:
+                raise RuntimeError(f"the tests of the {self.name} side must use {tested}, but used {line['package']}")
 
     def of_files(self, files: Iterable[str]) -> list[dict]:
         files = set(files)

@@ -29,7 +29,8 @@ DISTRIBUTED = ("is_training_test", "is_tensor_parallel_test", "is_fsdp_test", "i
 
 class Recorder:
     """
-    Appends to a file of JSON lines: `start` when a test starts, `test` with its outcome, `file` when a file is through.
+    Appends to a file of JSON lines: `start` when a test starts, `test` with its outcome, `file` when a file is
+    through, and in the end the `package` that was tested.
 
     Args:
         path (`Path`): The record. Tests that have an outcome in it are not run again.
@@ -73,6 +74,11 @@ class Recorder:
         if nextitem is None or nextitem.path != item.path:
             self.append(file=file_of(item.nodeid))
         return result
+
+    def pytest_sessionfinish(self) -> None:
+        tested = sys.modules.get("transformers")
+        if tested is not None:
+            self.append(package=str(Path(tested.__file__).parent.resolve()))
 
     def pytest_runtest_setup(self, item) -> None:
         seed(item.nodeid)

@@ -208,6 +208,18 @@ class TestRun:
         assert result.returncode == 1
         assert "no test passes on pristine, so nothing has been compared" in result.stdout
 
+    def test_another_package_is_an_error(self, tmp_path):
+        checkout = write_checkout(tmp_path / "checkout")
+        other = tmp_path / "other" / PACKAGE
+        change = (
+            f"import sys, types\nsys.modules['{PACKAGE}'] = types.SimpleNamespace(__file__='{other}/__init__.py')\n"
+        )
+        (checkout / "tests/generation/test_utils.py").write_text(change + SHORT)
+        result = run(checkout, tmp_path / "output", "--models", "llama")
+        assert result.returncode == 1
+        package = oracle_path().resolve() / PACKAGE
+        assert f"the tests of the pristine side must use {package}, but used {other}\n" in result.stdout
+
 
 class TestArguments:
     def test_a_path_without_tests(self, tmp_path):
