@@ -7,12 +7,15 @@ PIN := $(shell sed -n 's/^version = "\(.*\)"/\1/p' utils/fork/upstream.toml)
 ORACLE := build/oracle
 WORKERS ?= 2
 # Python compiles what it imports; pip would compile everything, several times over
-export PIP_NO_COMPILE := 1
+export PIP_COMPILE := 0
+# hqq would look for a CUDA compiler while it is installed
+export DISABLE_CUDA := 1
 
 .PHONY: develop test test-upstream fuzz demo lint format wheel drift rebase clean
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
 	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --requirement requirements-dev.txt --editable .
 	touch $@
 

@@ -4,7 +4,7 @@ Every cache can repeat its batch: rows `[a, b]` become `[a, a, b, b]`, as if the
 
 To repeat, to select and to reorder rows is one operation: to take rows by their index. A cache layer knows its own
 tensors in one method, `reorder_cache`, and [`CacheExpansionMixin`] derives the other two from it. The mixins below are
-bases of upstream's classes. This module must not import `cache_utils` or a modeling file: they import it.
+bases of the classes of caches. This module must not import `cache_utils` or a modeling file: they import it.
 
 Shapes: B rows, N repeats, H heads, L cached length, D head size.
 """

@@ -6,9 +6,9 @@ Cache layers that hold the keys and values of a prompt once for the N rows that 
     share_cache(cache, repeats=N)                    # stands for B * N rows now, nothing was copied
     model(next_tokens, cache=cache)                  # (B * N, 1) tokens
     cache.reorder_cache(beam_idx)                    # touches the suffixes only
-    materialize_cache(cache)                         # upstream's layers with B * N rows, as if nothing had been shared
+    materialize_cache(cache)                         # ordinary layers with B * N rows, as if nothing had been shared
 
-A shared layer behaves as upstream's layer of the B * N expanded rows would, in every method. It holds
+A shared layer behaves as an ordinary layer of the B * N expanded rows would, in every method. It holds
 
     prefix  (B, H, L, D)       as the prefill left it: never copied, concatenated, gathered or reordered
     suffix  (B * N, H, S, D)   in a buffer that grows geometrically, or that has room for `suffix_length` from the start
@@ -216,7 +216,7 @@ class SharedPrefixLayer(DynamicLayer):
         return cls()
 
     def materialize(self) -> DynamicLayer:
-        """Returns upstream's layer of the B * N rows. This one is left as it is."""
+        """Returns an ordinary layer of the B * N rows. This one is left as it is."""
         plain = DynamicLayer()
         self._fill(plain)
         return plain
@@ -606,7 +606,7 @@ def _share_layers(
         return 0
     for index, layer in enumerate(cache.layers):
         shared_class = shared_classes.get(type(layer))
-        # A window of one token has upstream's layer keep all tokens: it isn't worth a case here
+        # A window of one token has the ordinary layer keep all tokens: it isn't worth a case here
         if shared_class is None or layer.get_seq_length() == 0 or getattr(layer, "sliding_window", None) == 1:
             layer.batch_repeat_interleave(repeats)
         else:
@@ -616,7 +616,7 @@ def _share_layers(
 
 def materialize_cache(cache: Cache) -> None:
     """
-    Replaces the shared layers of a cache by upstream's layers of the B * N rows, in place. The cache stays the same object.
+    Replaces the shared layers of a cache by ordinary layers of the B * N rows, in place. The cache stays the same object.
 
     Args:
         cache ([`Cache`]): A cache, shared or not.

@@ -6,7 +6,7 @@ A shared layer returns the suffix from `update` and leaves the prefix in `kwargs
 an attention module only if keys and values go straight from `update` to an attention function that finds the prefix
 there. The rule is read off the code of the function that is going to run: a small data-flow analysis of its syntax tree,
 once per class. It holds for subclasses and for code from outside, which no table of class names would; what it says about
-each of upstream's classes is recorded in a table that a test compares, so that no change of it goes unnoticed.
+each class of the library is recorded in a table that a test compares, so that no change of it goes unnoticed.
 
 Rejected is whatever isn't recognized: source that can't be read, a `forward` replaced on the instance, other uses of
 keys or values (even of their shape: the suffix is shorter), unknown arguments, an attention function of unknown kind.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "self.config._attn_implementation"
 
-# Arguments of the attention functions that are supported, or that (as upstream's) ours leave to the mask
+# Arguments of the attention functions that are supported, or that (as the others) ours leave to the mask
 SUPPORTED_ARGUMENTS = {
     "attention_mask",
     "dropout",
@@ -390,7 +390,7 @@ def _attention_function_obstacle(module: nn.Module, function: Callable, use: Cac
 
 def is_standard_eager(function: ast.FunctionDef) -> bool:
     """
-    Whether an eager attention function of upstream's modeling files computes what the shared one does: scaled scores, an
+    Whether an eager attention function of a modeling file computes what the shared one does: scaled scores, an
     optional softcap, position bias, mask and sinks, a softmax, the product with the values.
     """
     nodes = [node for statement in function.body for node in ast.walk(statement)]

@@ -64,7 +64,7 @@ NOT_FILLED = {
     "AssistantVocabTranslatorCache": "vocabulary mappings, no states of a model",
     "OmDetTurboLRUCache": "embeddings of class names, no states of a model",
 }
-# Modules of this project whose layers have tests of their own
+# Modules whose layers have tests of their own
 TESTED_ELSEWHERE = ("shared_prefix",)
 
 

@@ -13,6 +13,7 @@ from utils.fork.codemod import (
     Edit,
     EditError,
     RedirectCall,
+    RemoveDefinition,
     ReplaceExpression,
     ReplaceStatement,
     apply_edits,
@@ -266,6 +267,61 @@ class TestReplaceExpression:
     def test_refuses_a_name_that_is_no_expression(self):
         edit = make(ReplaceExpression, scope="g", old="a", new="b.c")
         check_error("def g(a):\n    pass\n", "leave no valid Python", edit)
+
+
+class TestRemoveDefinition:
+    SOURCE = """\
+        import a
+
+
+        class A:
+            def f(self):
+                return 1
+
+            # About g
+            @a.decorator
+            def g(self):
+                return 2
+
+
+        def g():
+            return 3
+        """
+
+    def test_goes_with_its_decorator_and_comment(self):
+        after = """\
+            import a
+
+
+            class A:
+                def f(self):
+                    return 1
+
+
+            def g():
+                return 3
+            """
+        check(self.SOURCE, after, make(RemoveDefinition, scope="A", name="g"))
+
+    def test_at_module_level(self):
+        after = """\
+            import a
+
+
+            def g():
+                return 3
+            """
+        check(self.SOURCE, after, make(RemoveDefinition, name="A"))
+
+    def test_refuses_none(self):
+        edit = make(RemoveDefinition, scope="A", name="h")
+        check_error(self.SOURCE, "RemoveDefinition(module.py:A): definition `h` found 0 times", edit)
+
+    def test_refuses_two(self):
+        source = self.SOURCE.replace("class A:", "def g():\n            return 0\n\n\n        class A:")
+        check_error(
+            source, "RemoveDefinition(module.py): definition `g` found 2 times", make(RemoveDefinition, name="g")
+        )
 
 
 class TestScope:

@@ -32,7 +32,7 @@ WHEEL_NAME = f"{PACKAGE}-{FORK_VERSION}-py3-none-any.whl"
 def run(*command: str | Path, **arguments) -> str:
     """Runs a command and returns what it prints. Its environment has no path of Python's in it."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["PIP_NO_COMPILE"] = "1"  # half of the time
+    environment["PIP_COMPILE"] = "0"  # most of the time of an installation
     environment.update(arguments.pop("env", {}))
     result = subprocess.run(
         [str(part) for part in command], env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT, **arguments
@@ -58,14 +58,14 @@ def add_edit(checkout: Path, old: str, new: str) -> None:
 
 
 class Environment:
-    """A virtual environment."""
+    """A virtual environment, to be filled by the pip that runs the tests."""
 
     def __init__(self, path: Path):
-        venv.create(path, with_pip=True)
+        venv.create(path)
         self.path, self.python = path, path / "bin" / "python"
 
     def pip(self, *arguments: str | Path) -> str:
-        return run(self.python, "-m", "pip", *arguments)
+        return run(sys.executable, "-m", "pip", "--python", self.python, *arguments)
 
     def evaluate(self, expression: str) -> str:
         """The value of an expression in which `transformers` is imported, from a directory without one."""

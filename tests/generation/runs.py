@@ -1,6 +1,6 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """
-One call of `generate` with all that tests look at. Runs in the fork and, by name, in the oracle; what it returns
+One call of `generate` with all that tests look at. Runs here and, by name, in the oracle; what it returns
 travels as safetensors.
 """
 

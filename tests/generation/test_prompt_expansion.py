@@ -9,7 +9,6 @@ from itertools import product
 
 import torch
 from parameterized import parameterized
-from torch import nn
 
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 from transformers.generation import prefill_hooks
@@ -432,8 +431,8 @@ class GuidanceTest(ExpansionTestCase):
             prompts = negative.repeat_interleave(input_ids.shape[0] // 2, 0)
             with torch.no_grad():
                 logits = model(torch.cat([prompts, input_ids[:, prompt_length:]], 1), use_cache=False).logits[:, -1]
-            unconditional = nn.functional.log_softmax(logits, dim=-1)
-            return 1.5 * (nn.functional.log_softmax(scores, dim=-1) - unconditional) + unconditional
+            unconditional = logits.log_softmax(dim=-1)
+            return 1.5 * (scores.log_softmax(dim=-1) - unconditional) + unconditional
 
         arguments = {**MODES[mode](3), "max_new_tokens": 6, "eos_token_id": None, "use_cache": use_cache}
         want, _ = generate(model, {**arguments, "logits_processor": [reference]}, **inputs)

@@ -1,6 +1,6 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """
-Tiny random models, the same in every process: the fork and the oracle both build them from here.
+Tiny random models, the same in every process: the code under test and the oracle both build them from here.
 
 Weights are drawn with a large spread, so that no ranking of tokens hinges on rounding.
 """

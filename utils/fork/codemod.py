@@ -318,6 +318,25 @@ class ReplaceExpression(Edit):
             return safe
 
 
+@dataclass(frozen=True, kw_only=True)
+class RemoveDefinition(Edit):
+    """Removes the function or class `name` from the scope, with the comments in front of it."""
+
+    name: str
+
+    def change(self, node: cst.CSTNode) -> cst.CSTNode:
+        block = node if isinstance(node, cst.Module) else node.body
+        kept = [
+            statement
+            for statement in block.body
+            if not isinstance(statement, (cst.ClassDef, cst.FunctionDef)) or statement.name.value != self.name
+        ]
+        if (count := len(block.body) - len(kept)) != 1:
+            raise EditError(f"definition `{self.name}` found {count} times")
+        new_block = block.with_changes(body=kept)
+        return new_block if isinstance(node, cst.Module) else node.with_changes(body=new_block)
+
+
 def apply_edits(source: str, edits: Sequence[Edit]) -> str:
     """
     Applies the edits of one file in order. Each one starts from what the one before has left.

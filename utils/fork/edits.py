@@ -62,16 +62,6 @@ GENERATION_EDITS = [
     ),
     ReplaceStatement(
         path="generation/utils.py",
-        scope=GENERATE,
-        old="return result",
-        new="""
-            self._materialize_returned_cache(generation_config, result, model_kwargs.get("cache"))
-            return result
-        """,
-        reason="a cache that the caller gets back has upstream's layout",
-    ),
-    ReplaceStatement(
-        path="generation/utils.py",
         scope="GenerationMixin._prepare_cache_for_generation",
         old="cache_batch_size = max(generation_config.num_beams, generation_config.num_return_sequences) * batch_size",
         new="cache_batch_size = prefill_rows(generation_config, batch_size)",
@@ -154,6 +144,35 @@ GENERATION_EDITS = [
         reason="the prompt is forwarded on B rows, then expanded",
     ),
     AddImport(
+        path="generation/configuration_utils.py",
+        after="..utils",
+        statement="from .prompt_expansion import validate_prompt_expansion",
+        reason="validation of the `prompt_expansion` knob",
+    ),
+    ReplaceStatement(
+        path="generation/configuration_utils.py",
+        scope="GenerationConfig.__init__",
+        old='self.prefill_chunk_size = kwargs.pop("prefill_chunk_size", None)',
+        new="""
+            self.prefill_chunk_size = kwargs.pop("prefill_chunk_size", None)
+            self.prompt_expansion = kwargs.pop("prompt_expansion", None)
+        """,
+        reason="the knob: how a prompt becomes several rows",
+    ),
+    ReplaceStatement(
+        path="generation/configuration_utils.py",
+        scope="GenerationConfig.validate",
+        old="minor_issues = {}",
+        new="""
+            minor_issues = {}  # format: {attribute_name: issue_description}
+            validate_prompt_expansion(self.prompt_expansion)
+        """,
+        reason="a wrong value is refused before any forward pass",
+    ),
+]
+
+GUIDANCE_EDITS = [
+    AddImport(
         path="generation/utils.py",
         after="..utils.generic",
         statement="from .beam_reordering import reorder_processors",
@@ -182,32 +201,6 @@ GENERATION_EDITS = [
         scope="UnbatchedClassifierFreeGuidanceLogitsProcessor",
         base="ReorderedGuidanceMixin",
         reason="classifier-free guidance keeps a private cache that must follow the beams",
-    ),
-    AddImport(
-        path="generation/configuration_utils.py",
-        after="..utils",
-        statement="from .prompt_expansion import validate_prompt_expansion",
-        reason="validation of the `prompt_expansion` knob",
-    ),
-    ReplaceStatement(
-        path="generation/configuration_utils.py",
-        scope="GenerationConfig.__init__",
-        old='self.prefill_chunk_size = kwargs.pop("prefill_chunk_size", None)',
-        new="""
-            self.prefill_chunk_size = kwargs.pop("prefill_chunk_size", None)
-            self.prompt_expansion = kwargs.pop("prompt_expansion", None)
-        """,
-        reason="the knob: how a prompt becomes several rows",
-    ),
-    ReplaceStatement(
-        path="generation/configuration_utils.py",
-        scope="GenerationConfig.validate",
-        old="minor_issues = {}",
-        new="""
-            minor_issues = {}  # format: {attribute_name: issue_description}
-            validate_prompt_expansion(self.prompt_expansion)
-        """,
-        reason="a wrong value is refused before any forward pass",
     ),
 ]
 
@@ -498,6 +491,28 @@ WHISPER_EDITS = [
 
 SHARE_EDITS = [
     AddImport(
+        path="generation/utils.py",
+        after=".prefill",
+        statement="from .prompt_sharing import PromptSharingMixin",
+        reason="the strategy that stores a prompt's keys and values once",
+    ),
+    AddBase(
+        path="generation/utils.py",
+        scope="GenerationMixin",
+        base="PromptSharingMixin",
+        reason="every generative model can share a prompt's keys and values",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=GENERATE,
+        old="return result",
+        new="""
+            self._materialize_returned_cache(generation_config, result, model_kwargs.get("cache"))
+            return result
+        """,
+        reason="a cache that the caller gets back has upstream's layout",
+    ),
+    AddImport(
         path="integrations/sdpa_attention.py",
         after="..utils.import_utils",
         statement="from .shared_prefix_attention import shared_prefix_attention_forward, takes_shared_prefix",
@@ -541,4 +556,11 @@ SHARE_EDITS = [
     ),
 ]
 
-EDITS: list[Edit] = [*GENERATION_EDITS, *WHISPER_EDITS, *GROUP_BEAM_SEARCH_EDITS, *CACHE_EDITS, *SHARE_EDITS]
+EDITS: list[Edit] = [
+    *GENERATION_EDITS,
+    *CACHE_EDITS,
+    *GUIDANCE_EDITS,
+    *WHISPER_EDITS,
+    *GROUP_BEAM_SEARCH_EDITS,
+    *SHARE_EDITS,
+]

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..cache_expansion import cache_rows, cannot_expand
-from ..cache_utils import DynamicCache, EncoderDecoderCache
-from ..shared_prefix import materialize_cache, share_cache
-from ..shared_prefix_support import cannot_share
+from ..cache_utils import EncoderDecoderCache
 from ..utils import ModelOutput, logging
 from .prefill_hooks import STREAMING_MODELS, expand_model_state, hidden_states_row_dim, why_expand_first
 
@@ -160,16 +158,12 @@ class PrefillMixin:
         requested = generation_config.prompt_expansion or "auto"
         expand_size = max(generation_config.num_beams, generation_config.num_return_sequences)
         obstacle = self._why_expand_first(decoding_method, generation_config, batch_size, model_kwargs)
-        strategy, reason = "recompute", obstacle or "asked for"
-        if obstacle is None and requested != "recompute":
-            strategy, reason = "copy", "the prompt's cache can be repeated"
-            if requested != "copy" and expand_size > 1:
-                obstacle = self._why_not_share(generation_config, model_kwargs)
-                strategy, reason = (
-                    ("share", "the prompt's cache can be shared") if obstacle is None else ("copy", obstacle)
-                )
-        if requested in ("copy", "share") and obstacle is not None and expand_size > 1:
-            raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {obstacle}.")
+        if obstacle is not None or requested == "recompute":
+            strategy, reason = "recompute", obstacle or "asked for"
+        else:
+            strategy, reason = self._choose_cache_expansion(requested, expand_size, generation_config, model_kwargs)
+        if requested not in ("auto", strategy) and expand_size > 1:
+            raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {reason}.")
 
         generation_config.prompt_expansion = strategy
         generation_config._expand_after_prefill = strategy != "recompute"
@@ -198,25 +192,23 @@ class PrefillMixin:
             return "the model is in training mode, where each row draws its own dropout"
         return why_expand_first(self, model_kwargs)
 
-    def _why_not_share(self, generation_config: "GenerationConfig", model_kwargs: dict[str, Any]) -> str | None:
-        """Returns what stands in the way of storing the prompt's keys and values once, or `None` if nothing does."""
-        if not generation_config.use_cache:
-            return "there is no cache"
-        if generation_config.output_attentions:
-            return "attention weights are asked for"
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            return f"a {generation_config.cache_implementation!r} cache can't be shared"
-        cache = model_kwargs.get("cache")
-        if cache is None and not self._supports_default_dynamic_cache():
-            return "the model doesn't keep keys and values in a `DynamicCache`"
-        parts = [cache] if cache is not None else []
-        if isinstance(cache, EncoderDecoderCache):
-            parts = [cache.self_attention_cache, cache.cross_attention_cache]
-        if any(type(part) is not DynamicCache or part.offloading for part in parts):
-            return "the cache passed in is not a plain `DynamicCache`"
-        obstacles = {kind: cannot_share(self, kind) for kind in ("self_attention", "cross_attention")}
-        generation_config._shared_attention = {kind: obstacle is None for kind, obstacle in obstacles.items()}
-        return None if any(generation_config._shared_attention.values()) else obstacles["self_attention"]
+    def _choose_cache_expansion(
+        self, requested: str, expand_size: int, generation_config: "GenerationConfig", model_kwargs: dict[str, Any]
+    ) -> tuple[str, str]:
+        """
+        Chooses how the cache of a prefill on B rows becomes one of B * N rows.
+
+        Args:
+            requested (`str`): The strategy asked for, or `"auto"`.
+            expand_size (`int`): Number N of rows per prompt.
+            generation_config ([`GenerationConfig`]): The configuration of this call alone. May be changed in place.
+            model_kwargs (`dict`): The inputs of the model, not expanded yet.
+
+        Returns:
+            `tuple[str, str]`: The strategy, and why it is taken: what stands in the way of the one asked for, if it
+            is another.
+        """
+        return "copy", "the prompt's cache can be repeated"
 
     def _expand_inputs_before_prefill(
         self, generation_config: "GenerationConfig", **inputs: Any
@@ -308,10 +300,7 @@ class PrefillMixin:
         expand_model_state(self, outputs, model_kwargs, expand_size)
         caches = outermost_caches(outputs.get("cache"), model_kwargs.get("cache"))
         for cache in caches:
-            if generation_config.prompt_expansion == "share":
-                share_cache(cache, expand_size, **generation_config._shared_attention)
-            else:
-                cache.batch_repeat_interleave(expand_size)
+            self._expand_cache(cache, expand_size, generation_config)
         input_ids, model_kwargs = self._expand_inputs_for_generation(
             expand_size=expand_size,
             is_encoder_decoder=self.config.is_encoder_decoder,
@@ -320,16 +309,9 @@ class PrefillMixin:
         )
         return outputs, input_ids, model_kwargs
 
-    @staticmethod
-    def _materialize_returned_cache(generation_config: "GenerationConfig", result: Any, cache: Any) -> None:
-        """Gives a shared cache upstream's layout of B * N rows if the caller gets it back."""
-        if generation_config.prompt_expansion != "share":
-            return
-        returned = [result.get("cache")] if isinstance(result, ModelOutput) else []
-        if getattr(cache, "_is_user_defined", False):
-            returned.append(cache)
-        for cache in outermost_caches(*returned):
-            materialize_cache(cache)
+    def _expand_cache(self, cache: Any, expand_size: int, generation_config: "GenerationConfig") -> None:
+        """Makes the cache of a prefill on B rows one of B * `expand_size` rows, in place."""
+        cache.batch_repeat_interleave(expand_size)
 
     def _expand_outputs(self, outputs: ModelOutput, expand_size: int, rows: int) -> None:
         """Repeats the rows of the logits, attentions and hidden states of a prefill in place."""

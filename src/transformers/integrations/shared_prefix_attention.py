@@ -8,7 +8,7 @@ output and the natural logarithm of the sum of the exponentials of its scores; t
 The method is bifurcated attention (https://huggingface.co/papers/2403.08845), also known from Hydragen
 (https://huggingface.co/papers/2402.05099). [`reference_attention`] computes the same by the dullest means.
 
-A cache layer hands its prefix over as upstream's paged cache hands over its block tables: `update` writes a
+A cache layer hands its prefix over as the paged cache hands over its block tables: `update` writes a
 [`SharedPrefix`] into the `kwargs` of the attention module, which passes them on to its attention function. In
 cross-attention nothing is handed over, since there is no suffix: the keys just have fewer rows than the queries.
 
@@ -85,7 +85,7 @@ def shared_prefix_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     Attention to a prefix that N rows share and to a suffix of each row, or (cross-attention) to keys that N rows share and
-    nothing else. It has the signature of upstream's attention functions. 16-bit inputs are computed in float32 and
+    nothing else. It has the signature of the other attention functions. 16-bit inputs are computed in float32 and
     rounded once, at the end.
 
     Args:
@@ -129,7 +129,7 @@ def shared_prefix_attention_forward(
     scores = _Scores(
         query=query.to(dtype).reshape(rows, kv_heads, -1, head_dim),
         # No-ops in float32. In 16 bits, copies of B rows until the end of this call: kernels for these types round their
-        # output, and merging rounds again, which makes an error larger than that of upstream's attention
+        # output, and merging rounds again, which makes an error larger than that of ordinary attention
         prefix=SharedPrefix(shared_prefix.keys.to(dtype), shared_prefix.values.to(dtype), shared_prefix.repeats),
         suffix_keys=key.to(dtype),
         suffix_values=value.to(dtype),

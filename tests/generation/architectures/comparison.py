@@ -47,7 +47,7 @@ class Outcome:
 def calls_of(case: Case) -> dict[str, dict[str, Any]]:
     """The arguments of `generate` by mode."""
     return {
-        mode: arguments | (case.beam_arguments if arguments["num_beams"] > 1 else {})
+        mode: arguments | case.arguments | (case.beam_arguments if arguments["num_beams"] > 1 else {})
         for mode, arguments in MODES.items()
         if case.takes_beams or arguments["num_beams"] == 1
     }
@@ -78,6 +78,10 @@ def compare(case: Case, oracle: Oracle) -> Outcome:
         expected_rows = rows * (NUM_SEQUENCES if mode in case.expanded_first else 1)
         if generation.first_rows != expected_rows:
             outcome.problems.append(f"{name}: {generation.first_rows} rows in the first forward, not {expected_rows}")
+        if mode != "greedy" and mode not in case.expanded_first and generation.strategy not in ("share", "copy"):
+            outcome.problems.append(f"{name}: the strategy logged is {generation.strategy!r}")
+        if (generation.strategy == "share") != ("Shared" in generation.last_cache):
+            outcome.problems.append(f"{name}: {generation.strategy!r} ends with a {generation.last_cache}")
         if mode != "greedy" and reference.first_rows != rows * NUM_SEQUENCES:
             outcome.problems.append(f"{mode}: upstream has {reference.first_rows} rows in the first forward")
         ignored = case.wrong_with_beams if calls[mode]["num_beams"] > 1 else ()

@@ -15,69 +15,74 @@ PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1, 2
 FIRST_SPECIAL_TOKEN_ID = 100
 
 
-def _sizes(value: int, names: str) -> dict[str, int]:
-    return dict.fromkeys(names.split(), value)
-
-
-# Field name -> tiny value, taken where the default is a number
-SIZES = {
-    **_sizes(
-        64, "hidden_size d_model n_embd embed_dim embedding_size word_embed_proj_dim d_embed emb_dim model_dim dim"
-    ),
-    **_sizes(
-        64, "embedding_dim decoder_hidden_size hidden_dim encoder_hidden_dim text_hidden_size vision_hidden_size"
-    ),
-    **_sizes(
-        64, "audio_hidden_size attention_hidden_size out_hidden_size projection_dim projector_hidden_size lru_width"
-    ),
-    **_sizes(64, "intermediate_size intermediate_size_mlp dense_intermediate_size shared_intermediate_size n_inner"),
-    **_sizes(64, "encoder_intermediate_size decoder_intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff"),
-    **_sizes(64, "ffn_hidden_size feed_forward_size inner_hidden_size dim_ff dff"),
-    **_sizes(
-        32, "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size expert_dim"
-    ),
-    **_sizes(32, "expert_ffn_hidden_size q_lora_rank mamba_d_head mamba_head_dim mamba_headdim"),
-    **_sizes(
-        16, "kv_lora_rank v_head_dim index_head_dim d_kv global_head_dim linear_key_head_dim linear_value_head_dim"
-    ),
-    **_sizes(16, "mamba_d_state ssm_state_size state_size num_mel_bins n_mels adapter_dim image_size"),
-    **_sizes(16, "hidden_size_per_layer_input"),
-    **_sizes(8, "qk_rope_head_dim qk_nope_head_dim index_topk laurel_rank rotary_dim relative_attention_num_buckets"),
-    **_sizes(8, "sliding_window sliding_window_size attention_window attention_window_size attention_chunk_size"),
-    **_sizes(8, "window_size local_attention mamba_chunk_size chunk_size patch_size"),
-    **_sizes(4, "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads mamba_n_heads"),
-    **_sizes(4, "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads mamba_num_heads"),
-    **_sizes(
-        4, "encoder_num_attention_heads decoder_num_attention_heads swa_num_attention_heads linear_num_value_heads"
-    ),
-    **_sizes(4, "num_experts n_routed_experts num_local_experts moe_num_experts num_routed_experts"),
-    **_sizes(3, "num_channels"),
-    **_sizes(2, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers"),
-    **_sizes(2, "num_decoder_layers encoder_num_hidden_layers decoder_num_hidden_layers depth vision_depth"),
-    **_sizes(
-        2, "num_experts_per_tok top_k_experts moe_topk moe_top_k num_experts_per_token num_selected_experts moe_k"
-    ),
-    **_sizes(
-        2, "zero_expert_num index_n_heads index_heads linear_num_key_heads n_mamba_heads num_global_key_value_heads"
-    ),
-    **_sizes(1, "n_group topk_group num_expert_groups num_expert_group topk_groups moe_n_group n_shared_experts"),
-    **_sizes(1, "first_k_dense_replace"),
-    **_sizes(256, "max_position_embeddings n_positions n_ctx max_sequence_length max_seq_len max_source_positions"),
-    **_sizes(256, "max_target_positions num_position_embeddings"),
-    **_sizes(
-        64, "alignment_intermediate_size mlp_dim speech_encoder_intermediate_size adapter_out_dim adapter_in_dim"
-    ),
-    **_sizes(64, "adapter_input_size projection_hidden_dim downsample_hidden_size output_dim"),
-    **_sizes(32, "base_channels latent_channels output_channels num_embeddings codebook_size"),
-    **_sizes(16, "linear_head_dim"),
-    **_sizes(4, "linear_num_heads speech_encoder_attention_heads"),
-    **_sizes(2, "speech_encoder_layers"),
-    **_sizes(VOCABULARY_SIZE, "vocab_size_per_layer_input"),
+# Tiny value -> the fields that take it, where their default is a number
+_FIELDS = {
+    1: """
+        first_k_dense_replace moe_n_group n_group n_shared_experts num_expert_group num_expert_groups topk_group
+        topk_groups
+    """,
+    2: """
+        decoder_layers decoder_num_hidden_layers depth encoder_layers encoder_num_hidden_layers index_heads
+        index_n_heads linear_num_key_heads moe_k moe_top_k moe_topk n_layer n_layers n_mamba_heads
+        num_decoder_layers num_encoder_layers num_experts_per_tok num_experts_per_token num_global_key_value_heads
+        num_hidden_layers num_layers num_selected_experts speech_encoder_layers top_k_experts vision_depth
+        zero_expert_num
+    """,
+    3: """
+        num_channels
+    """,
+    4: """
+        attention_heads decoder_attention_heads decoder_num_attention_heads encoder_attention_heads
+        encoder_num_attention_heads linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads
+        moe_num_experts n_head n_heads n_routed_experts num_attention_heads num_decoder_attention_heads
+        num_encoder_attention_heads num_experts num_heads num_local_experts num_routed_experts
+        speech_encoder_attention_heads swa_num_attention_heads
+    """,
+    8: """
+        attention_chunk_size attention_window attention_window_size chunk_size index_topk laurel_rank
+        local_attention mamba_chunk_size patch_size qk_nope_head_dim qk_rope_head_dim
+        relative_attention_num_buckets rotary_dim sliding_window sliding_window_size window_size
+    """,
+    16: """
+        adapter_dim d_kv global_head_dim hidden_size_per_layer_input image_size index_head_dim kv_lora_rank
+        linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state n_mels num_mel_bins ssm_state_size
+        state_size v_head_dim
+    """,
+    32: """
+        base_channels codebook_size expert_dim expert_ffn_hidden_size latent_channels mamba_d_head mamba_head_dim
+        mamba_headdim moe_intermediate_size moe_shared_expert_intermediate_size num_embeddings output_channels
+        q_lora_rank shared_expert_intermediate_size
+    """,
+    64: """
+        adapter_in_dim adapter_input_size adapter_out_dim alignment_intermediate_size attention_hidden_size
+        audio_hidden_size d_embed d_ff d_model decoder_ffn_dim decoder_hidden_size decoder_intermediate_size
+        dense_intermediate_size dff dim dim_ff downsample_hidden_size emb_dim embed_dim embedding_dim
+        embedding_size encoder_ffn_dim encoder_hidden_dim encoder_intermediate_size feed_forward_size ffn_dim
+        ffn_hidden_size hidden_dim hidden_size inner_hidden_size intermediate_size intermediate_size_mlp lru_width
+        mlp_dim model_dim n_embd n_inner out_hidden_size output_dim projection_dim projection_hidden_dim
+        projector_hidden_size shared_intermediate_size speech_encoder_intermediate_size text_hidden_size
+        vision_hidden_size word_embed_proj_dim
+    """,
+    256: """
+        max_position_embeddings max_seq_len max_sequence_length max_source_positions max_target_positions n_ctx
+        n_positions num_position_embeddings
+    """,
+}
+SIZES = {name: value for value, names in _FIELDS.items() for name in names.split()}
+SPECIAL_TOKENS = {
     "pad_token_id": PAD_TOKEN_ID,
     "bos_token_id": BOS_TOKEN_ID,
     "eos_token_id": EOS_TOKEN_ID,
     "decoder_start_token_id": BOS_TOKEN_ID,
 }
+# Tiny values of fields that are lists by default
+LISTS = {
+    "attention_window": [8, 8],
+    "channel_multiplier": [1, 1],
+    "deepstack_visual_indexes": [0, 1],
+    "fullatt_block_indexes": [1],
+}
+ATTENTION_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 KEY_VALUE_HEADS = (
     "num_key_value_heads",
     "num_kv_heads",
@@ -136,32 +141,24 @@ def _is_number(value: Any) -> bool:
 
 def _tiny_value(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
     """The tiny value of a field by its name and the kind of its default, `None` to leave the default."""
-    if name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
-        return SIZES[name]
+    if name in SPECIAL_TOKENS:
+        return SPECIAL_TOKENS[name]
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and "mrope_section" in value:
         return {**value, "mrope_section": [2, 3, 3]}
     if isinstance(value, (list, tuple)):
-        lists = {
-            "deepstack_visual_indexes": [0, 1],
-            "fullatt_block_indexes": [1],
-            "attention_window": [8, 8],
-            "channel_multiplier": [1, 1],
-            "conv_dim": [32] * len(value),
-        }
-        return lists.get(name)
+        return [32] * len(value) if name == "conv_dim" else LISTS.get(name)
     if name == "use_mamba_kernels":
         return False
     if not _is_number(value):
         return None
-    if name.endswith("vocab_size"):
+    if name.endswith("vocab_size") or name == "vocab_size_per_layer_input":
         return VOCABULARY_SIZE
     if name.endswith(("_token_id", "_token_index")):
+        # Different for most names
         return FIRST_SPECIAL_TOKEN_ID + sum(map(ord, name)) % 25
     if name in KEY_VALUE_HEADS:
-        heads = next(
-            (defaults[n] for n in ("num_attention_heads", "n_head", "num_heads", "n_heads") if n in defaults), 0
-        )
-        return 4 if value == heads else min(value, 2)
+        heads = [defaults[heads] for heads in ATTENTION_HEADS if heads in defaults]
+        return 4 if heads and value == heads[0] else min(value, 2)
     if name in HEAD_DIMENSIONS:
         return 8 if name == "head_dim" and "qk_rope_head_dim" in defaults else 16
     return SIZES.get(name)

@@ -75,15 +75,20 @@ DOTS3_NOTE = {
         "swa_v_head_dim": 16,
     }
 }
-SAM_VISION = {"image_size": 64, "patch_size": 8, "global_attn_indexes": [1]}
 TRANSFORMER = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
+# Encoders unless told otherwise: without a cache
+DECODERS = """
+    bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
+    roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl
+"""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    **{name: {"is_decoder": True} for name in DECODERS.split()},
     "apertus1p5": {
         "text_config": {"vocab_size": 256},
         "audio_config": {"codebook_dim": 64},
@@ -156,7 +161,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         "delay_pattern": [0, 1, 2, 3],
     },
-    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}},
+    "diffusion_gemma": {
+        "canvas_length": 4,
+        "text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": DOTS3_NOTE,
     "dots3_note_text": DOTS3_NOTE["text_config"],
@@ -434,7 +442,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "voxtral": {"audio_config": {"max_source_positions": 32}, "audio_token_id": 100},
     "whisper": {"max_source_positions": 32, "max_target_positions": 64},
     "xlstm": {"qk_dim_factor": 1.0, "num_heads": 4, "chunk_size": 8},
-    "xmod": {"default_language": "en_XX"},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         "num_hidden_layers": 4,

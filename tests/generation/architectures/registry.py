@@ -52,8 +52,13 @@ class Case:
         return self._look_up(FLOAT32, None) is not None
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `generate` that this architecture needs."""
+        return self._look_up(ARGUMENTS, {})
+
+    @property
     def beam_arguments(self) -> dict[str, Any]:
-        """Arguments of `generate` for beam search with this architecture."""
+        """Arguments of `generate` that it needs for beam search."""
         return self._look_up(BEAM_ARGUMENTS, {})
 
     @property
@@ -165,6 +170,10 @@ FLOAT32 = {
     "xlnet": "position embedding in float32",
 }
 _WITHOUT_CACHE = {"use_cache": False}
+ARGUMENTS = {
+    # Upstream appends the keys and values of the protein to those of the text
+    ("images", "evolla"): _WITHOUT_CACHE,
+}
 BEAM_ARGUMENTS: dict[str, dict[str, Any]] = {
     # Beam search is refused with a state that can't be reordered
     "rwkv": _WITHOUT_CACHE,

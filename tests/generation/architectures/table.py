@@ -8,6 +8,7 @@ Runs the architecture sweep and writes what it found, as a page of the documenta
 import argparse
 import multiprocessing
 import sys
+import textwrap
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -37,15 +38,19 @@ the first forward pass as there are prompts.
 `share` keeps the prompt's keys and values once, `copy` once per sequence; both compute them once. `recompute`
 is upstream's order: once per sequence. See [Prefill once](prefill_once) for `prompt_expansion`.
 """
-MIXED_UP = f"""\
-## Where upstream is no oracle
-
-Upstream mixes up several images of one prompt for {", ".join(f"`{name}`" for name in IMAGES_MIXED_UP)}, and several
-sounds of one prompt for {", ".join(f"`{name}`" for name in SEVERAL_SOUNDS)}: it repeats each of them by itself,
-[a, b] to [a, a, b, b], where the rows need [a, b, a, b]. There the rows were repeated before upstream's `generate`,
-whose own repetition was switched off. Upstream does not reorder the linear attention of `minimax` with the beams: it
-ran without a cache. Its beam search with Whisper returns one hypothesis several times: one was compared.
-"""
+MIXED_UP = "## Where upstream is no oracle\n\n" + "\n".join(
+    textwrap.wrap(
+        f"Upstream mixes up several images of one prompt for {', '.join(f'`{name}`' for name in IMAGES_MIXED_UP)}, and "
+        f"several sounds of one prompt for {', '.join(f'`{name}`' for name in SEVERAL_SOUNDS)}: it repeats each of them by "
+        "itself, [a, b] to [a, a, b, b], where the rows need [a, b, a, b]. There the rows were repeated before upstream's "
+        "`generate`, whose own repetition was switched off. Upstream does not reorder the linear attention of `minimax` "
+        "with the beams: it ran without a cache. Its beam search with Whisper returns one hypothesis several times: one "
+        "was compared.",
+        width=119,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+)
 
 
 def main() -> None:
@@ -80,7 +85,7 @@ def render(outcomes: dict[Case, Outcome | None]) -> str:
             f"## {mapping[0].upper()}{mapping[1:]}\n",
             _markdown_table(["model type", "prompt", "cache", "prompt computed", "strategy", "why"], rows),
         ]
-    return "\n".join([*sections, MIXED_UP])
+    return "\n".join([*sections, MIXED_UP, ""])
 
 
 def _totals(outcomes: dict[Case, Outcome | None]) -> str:
@@ -88,7 +93,9 @@ def _totals(outcomes: dict[Case, Outcome | None]) -> str:
     for group in dict.fromkeys((case.mapping, case.kind) for case in outcomes):
         members = [outcome for case, outcome in outcomes.items() if (case.mapping, case.kind) == group]
         swept = [outcome for outcome in members if outcome is not None]
-        strategies = Counter(strategy for outcome in swept for strategy in {s for s, _ in _strategies(outcome)})
+        strategies = Counter(
+            strategy for outcome in swept for strategy in {s for s, _ in _strategies(outcome).values()}
+        )
         rows.append([*group, *map(str, [len(members), len(swept), sum(not outcome.problems for outcome in swept)])])
         rows[-1] += [str(strategies[strategy]) for strategy in ("share", "copy", "recompute")]
     return _markdown_table(
@@ -96,30 +103,39 @@ def _totals(outcomes: dict[Case, Outcome | None]) -> str:
     )
 
 
-def _strategies(outcome: Outcome) -> list[tuple[str, str]]:
-    """The strategies taken in the modes with several sequences, with their reasons, each once."""
-    taken = [
-        (generation.strategy, generation.reason)
+def _strategies(outcome: Outcome) -> dict[str, tuple[str, str]]:
+    """The strategies taken in the modes with several sequences, with their reasons."""
+    return {
+        mode: (
+            ("recompute", outcome.case.expanded_first[mode])
+            if mode in outcome.case.expanded_first
+            else (generation.strategy, generation.reason)
+        )
         for mode, generation in outcome.generations.items()
-        if not mode.endswith(COPIED)
-    ]
-    return [pair for pair in dict.fromkeys(taken) if pair[0]]
+        if mode != "greedy" and not mode.endswith(COPIED)
+    }
+
+
+# How often each strategy computes the prompt
+TIMES = {"share": "once", "copy": "once", "recompute": f"{NUM_SEQUENCES} times"}
 
 
 def row(case: Case, outcome: Outcome | None) -> list[str]:
     """The cells of a case, from its outcome, `None` for an excluded one."""
     if outcome is None:
         return [f"`{case.model_type}`", case.kind, "", "not swept", "", case.excluded or ""]
-    modes = ", ".join(case.expanded_first)
-    computed = f"once; {modes}: {NUM_SEQUENCES} times" if modes else "once"
-    strategies = _strategies(outcome)
-    reasons = [*case.expanded_first.values(), *(reason for _, reason in strategies)]
+    modes: dict[str, list[str]] = {}
+    for mode, (strategy, _) in _strategies(outcome).items():
+        modes.setdefault(strategy, []).append(mode)
+    # Which modes is only said where they differ
+    named = {strategy: f" ({', '.join(names)})" if len(modes) > 1 else "" for strategy, names in modes.items()}
+    reasons = [reason for strategy, reason in _strategies(outcome).values() if strategy != "share"]
     return [
         f"`{case.model_type}`",
         case.kind,
         outcome.generations["greedy"].cache,
-        computed,
-        ", ".join(dict.fromkeys(f"`{strategy}`" for strategy, _ in strategies)),
+        "; ".join(f"{TIMES[strategy]}{names}" for strategy, names in named.items()),
+        "; ".join(f"`{strategy}`{names}" for strategy, names in named.items()),
         "; ".join(dict.fromkeys(reasons)),
     ]
 
