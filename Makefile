@@ -11,7 +11,7 @@ export PIP_COMPILE := 0
 # hqq would look for a CUDA compiler while it is installed
 export DISABLE_CUDA := 1
 
-.PHONY: develop test fuzz demo lint format wheel drift rebase clean
+.PHONY: develop test fuzz demo lint format wheel drift rebase patch patch-minimal clean
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +62,14 @@ drift: $(ORACLE)/.transformers-$(UPSTREAM)
 # What another release would mean for the fork: make rebase VERSION=5.25.0
 rebase: $(VENV)/.dev
 	$(PY) -m utils.fork.rebase $(or $(VERSION),$(error VERSION is missing: make rebase VERSION=5.25.0))
+
+# The fork as a patch for upstream's repository, and the part of it that a first pull request should contain
+patch: $(ORACLE)/.transformers-$(UPSTREAM)
+	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --output build/prefill-once.patch
+
+patch-minimal: $(ORACLE)/.transformers-$(UPSTREAM)
+	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --proposal minimal \
+		--output build/prefill-once-minimal.patch
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
