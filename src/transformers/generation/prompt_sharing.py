@@ -7,7 +7,7 @@ Prompt sharing: after a prefill on B rows, the prompt's keys and values stay sto
 from typing import TYPE_CHECKING, Any
 
 from ..cache_utils import DynamicCache, EncoderDecoderCache
-from ..shared_prefix import materialize_cache, share_cache
+from ..shared_prefix import cannot_share_cache, materialize_cache, share_cache
 from ..shared_prefix_support import cannot_share
 from ..utils import ModelOutput
 from .prefill import PrefillMixin, outermost_caches
@@ -37,16 +37,22 @@ class PromptSharingMixin(PrefillMixin):
         if generation_config.cache_implementation not in (None, "dynamic"):
             return f"a {generation_config.cache_implementation!r} cache can't be shared"
         cache = model_kwargs.get("cache")
-        if cache is None and not self._supports_default_dynamic_cache():
-            return "the model doesn't keep keys and values in a `DynamicCache`"
-        parts = [cache] if cache is not None else []
+        if cache is None:
+            if not self._supports_default_dynamic_cache():
+                return "the model doesn't keep keys and values in a `DynamicCache`"
+            # What `generate` is going to make. In an encoder-decoder model, cross-attention gets plain layers beside it
+            cache = DynamicCache(config=self.config.get_text_config(decoder=True))
+        parts = [cache]
         if isinstance(cache, EncoderDecoderCache):
             parts = [cache.self_attention_cache, cache.cross_attention_cache]
         if any(type(part) is not DynamicCache or part.offloading for part in parts):
             return "the cache passed in is not a plain `DynamicCache`"
-        obstacles = {kind: cannot_share(self, kind) for kind in ("self_attention", "cross_attention")}
+        obstacles = {
+            "self_attention": cannot_share(self, "self_attention") or cannot_share_cache(parts[0]),
+            "cross_attention": cannot_share(self, "cross_attention"),
+        }
         generation_config._shared_attention = {kind: obstacle is None for kind, obstacle in obstacles.items()}
-        return None if any(generation_config._shared_attention.values()) else obstacles["self_attention"]
+        return None if None in obstacles.values() else obstacles["self_attention"]
 
     def _expand_cache(self, cache: Any, expand_size: int, generation_config: "GenerationConfig") -> None:
         if generation_config.prompt_expansion == "share":

@@ -80,6 +80,8 @@ def compare(case: Case, oracle: Oracle) -> Outcome:
             outcome.problems.append(f"{name}: {generation.first_rows} rows in the first forward, not {expected_rows}")
         if mode != "greedy" and mode not in case.expanded_first and generation.strategy not in ("share", "copy"):
             outcome.problems.append(f"{name}: the strategy logged is {generation.strategy!r}")
+        if (generation.strategy == "share") != ("Shared" in generation.last_cache):
+            outcome.problems.append(f"{name}: {generation.strategy!r} ends with a {generation.last_cache}")
         if mode != "greedy" and reference.first_rows != rows * NUM_SEQUENCES:
             outcome.problems.append(f"{mode}: upstream has {reference.first_rows} rows in the first forward")
         ignored = case.wrong_with_beams if calls[mode]["num_beams"] > 1 else ()

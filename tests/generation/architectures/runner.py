@@ -39,6 +39,7 @@ class Generation:
     Args:
         first_rows (`int`): Rows of the logits of the first forward pass of the generative model.
         cache (`str`): The cache that this forward pass returned: its class and those of its layers.
+        last_cache (`str`): The cache that the last forward pass returned.
         strategy (`str`): How the fork expanded the prompt. Empty for one sequence per prompt and in the oracle.
         reason (`str`): Why it did so.
         tensors (`dict[str, torch.Tensor]`): The sequences with their scores, by name.
@@ -46,6 +47,7 @@ class Generation:
 
     first_rows: int
     cache: str
+    last_cache: str
     strategy: str
     reason: str
     tensors: dict[str, torch.Tensor]
@@ -137,7 +139,7 @@ def digest(model: PreTrainedModel) -> str:
 
 def generate(model: PreTrainedModel, inputs: Inputs, arguments: dict[str, Any]) -> Generation:
     torch.manual_seed(1)
-    with first_forward(model) as first, strategies() as taken:
+    with watch_forwards(model) as seen, strategies() as taken:
         output = model.generate(
             **inputs,
             **arguments,
@@ -148,28 +150,35 @@ def generate(model: PreTrainedModel, inputs: Inputs, arguments: dict[str, Any]) 
     tensors = {"sequences": output.sequences, "scores": torch.stack(output.scores)}
     tensors |= {name: output[name] for name in ("sequences_scores", "beam_indices") if output.get(name) is not None}
     strategy, reason = taken[0] if taken else ("", "")
-    return Generation(first["rows"], first["cache"], strategy, reason, tensors)
+    return Generation(seen["rows"], seen["cache"], seen["last_cache"], strategy, reason, tensors)
 
 
 @contextmanager
-def first_forward(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
-    """Notes the rows of the logits, and the cache, of the first forward pass among the generative parts of `model`."""
-    first: dict[str, Any] = {}
+def watch_forwards(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """
+    Notes the rows of the logits, and the cache, of the first forward pass among the generative parts of `model`, and the
+    cache of the last one of the same part.
+    """
+    seen: dict[str, Any] = {}
 
     def start(module: torch.nn.Module, args: Any) -> None:
         # A generative part inside of another one ends first, but starts later
-        first.setdefault("module", module)
+        seen.setdefault("module", module)
 
-    def end(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if module is first["module"] and "rows" not in first:
-            first.update(rows=output.logits.shape[0], cache=_describe_cache(output))
+    def end(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if module is seen["module"]:
+            # Not every model returns the cache that it was given
+            seen["last_cache"] = _describe_cache({"cache": kwargs.get("cache")} | output)
+            seen.setdefault("rows", output.logits.shape[0])
+            seen.setdefault("cache", seen["last_cache"])
 
     hooks = []
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            hooks += [module.register_forward_pre_hook(start), module.register_forward_hook(end)]
+            hooks.append(module.register_forward_pre_hook(start))
+            hooks.append(module.register_forward_hook(end, with_kwargs=True))
     try:
-        yield first
+        yield seen
     finally:
         for hook in hooks:
             hook.remove()
