@@ -9,6 +9,7 @@ from itertools import product
 
 import torch
 from parameterized import parameterized
+from torch import nn
 
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 from transformers.generation import prefill_hooks
