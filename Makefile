@@ -80,5 +80,13 @@ drift: $(ORACLE)/.transformers-$(PIN)
 rebase: $(VENV)/.dev
 	$(PY) -m utils.fork.rebase $(or $(VERSION),$(error VERSION is missing: make rebase VERSION=5.25.0))
 
+# The fork as a patch for upstream's repository, and the part of it that a first pull request should contain
+patch: $(ORACLE)/.transformers-$(UPSTREAM)
+	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --output build/prefill-once.patch
+
+patch-minimal: $(ORACLE)/.transformers-$(UPSTREAM)
+	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --proposal minimal \
+		--output build/prefill-once-minimal.patch
+
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

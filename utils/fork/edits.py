@@ -14,7 +14,7 @@ GENERATION_EDITS = [
     AddImport(
         path="generation/utils.py",
         after=".logits_process",
-        statement="from .prefill import PrefillMixin, detach_from_caller, prefill_rows",
+        statement="from .prefill import PrefillMixin, detach_from_caller",
         reason="prefill before expansion",
     ),
     AddBase(
@@ -38,13 +38,6 @@ GENERATION_EDITS = [
                 generation_mode_kwargs["expand_size"] = expand_size
         """,
         reason="the strategy is decided, or refused, before any forward pass; the caller's objects stay as they are",
-    ),
-    RedirectCall(
-        path="generation/utils.py",
-        scope=GENERATE,
-        call="self._maybe_prepare_encoder_kwargs_for_generation",
-        to="self._prepare_encoder_kwargs_of_distinct_rows",
-        reason="prompts that are equal are encoded once",
     ),
     RedirectCall(
         path="generation/utils.py",
@@ -73,7 +66,7 @@ GENERATION_EDITS = [
         path="generation/utils.py",
         scope="GenerationMixin._prepare_cache_for_generation",
         old="cache_batch_size = max(generation_config.num_beams, generation_config.num_return_sequences) * batch_size",
-        new="cache_batch_size = prefill_rows(generation_config, batch_size)",
+        new="cache_batch_size = self._count_prefill_rows(generation_config, batch_size)",
         reason="a static cache that is initialized early must have the rows of the prefill",
     ),
     AddParameter(
@@ -177,6 +170,28 @@ GENERATION_EDITS = [
             validate_prompt_expansion(self.prompt_expansion)
         """,
         reason="a wrong value is refused before any forward pass",
+    ),
+]
+
+EQUAL_ROWS_EDITS = [
+    AddImport(
+        path="generation/utils.py",
+        after=".configuration_utils",
+        statement="from .equal_rows import EqualRowsMixin",
+        reason="the mixin that prefills equal rows once",
+    ),
+    AddBase(
+        path="generation/utils.py",
+        scope="GenerationMixin",
+        base="EqualRowsMixin",
+        reason="every generative model can prefill equal rows once",
+    ),
+    RedirectCall(
+        path="generation/utils.py",
+        scope=GENERATE,
+        call="self._maybe_prepare_encoder_kwargs_for_generation",
+        to="self._prepare_encoder_kwargs_of_distinct_rows",
+        reason="prompts that are equal are encoded once",
     ),
 ]
 
@@ -568,6 +583,7 @@ SHARE_EDITS = [
 EDITS: list[Edit] = [
     *GENERATION_EDITS,
     *CACHE_EDITS,
+    *EQUAL_ROWS_EDITS,
     *GUIDANCE_EDITS,
     *WHISPER_EDITS,
     *GROUP_BEAM_SEARCH_EDITS,

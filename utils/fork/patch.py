@@ -93,7 +93,7 @@ def imported_by(modules: Sequence[str]) -> set[str]:
     return found
 
 
-def tests_for_upstream() -> list[str]:
+def upstream_tests() -> list[str]:
     """Returns our test modules that make sense there: neither they nor what they import is `FORK_ONLY_TESTS`."""
     folders = [folder for folder in PLACES if folder.startswith("tests/")]
     files = sorted(file for folder in folders for file in (REPOSITORY / folder).rglob("test_*.py"))
@@ -139,7 +139,7 @@ def our_files(proposal: Proposal, upstream_files: Mapping[str, Path]) -> dict[st
     """
     modules = find_overlay(OVERLAY, upstream_files)
     chosen = modules if proposal.modules is None else proposal.modules
-    tests = tests_for_upstream() if proposal.tests is None else proposal.tests
+    tests = upstream_tests() if proposal.tests is None else proposal.tests
     places = {f"src/transformers/{module}": f"src/transformers/{module}" for module in chosen}
     places |= dict(test_files(tests))
     places |= {page: upstream_place(page) for page in proposal.pages}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..utils import logging
+from ..utils import ModelOutput, logging
+from .prefill import PrefillMixin, outermost_caches
 from .prefill_hooks import STATE_HOOKS, STREAMING_MODELS
 
 
@@ -202,8 +203,58 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
-class EqualRowsMixin:
-    """The part of [`GenerationMixin`] that finds equal rows, and runs the encoder on distinct ones."""
+class EqualRowsMixin(PrefillMixin):
+    """
+    The part of [`GenerationMixin`] that finds equal rows, and runs the encoder and the prefill on distinct ones. They are
+    written to `generation_config._equal_rows` before any forward pass.
+    """
+
+    def _why_expand_first(
+        self,
+        decoding_method: Callable,
+        generation_config: "GenerationConfig",
+        batch_size: int,
+        model_kwargs: dict[str, Any],
+    ) -> str | None:
+        generation_config._equal_rows = None
+        obstacle = super()._why_expand_first(decoding_method, generation_config, batch_size, model_kwargs)
+        # With several rows per prompt, the reason is logged as that of the strategy
+        repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
+        if obstacle is not None and repeats == 1 < batch_size and generation_config.prompt_expansion != "recompute":
+            self._log_all_prefilled(obstacle)
+        return obstacle
+
+    def _group_rows(
+        self,
+        decoding_method: Callable,
+        generation_config: "GenerationConfig",
+        inputs_tensor: torch.Tensor,
+        model_kwargs: dict[str, Any],
+    ) -> int:
+        equal_rows = self._find_equal_rows(decoding_method, generation_config, inputs_tensor, model_kwargs)
+        generation_config._equal_rows = equal_rows
+        return 1 if equal_rows is None else equal_rows.group_size
+
+    def _count_prefill_rows(self, generation_config: "GenerationConfig", batch_size: int) -> int:
+        equal_rows = getattr(generation_config, "_equal_rows", None)
+        rows = batch_size if equal_rows is None else len(equal_rows.firsts)
+        return super()._count_prefill_rows(generation_config, rows)
+
+    def _prefill_groups(
+        self,
+        input_ids: torch.LongTensor,
+        generation_config: "GenerationConfig",
+        model_kwargs: dict[str, Any],
+        is_first_iteration: bool,
+    ) -> tuple[ModelOutput, int]:
+        # Decoding methods that `generate` doesn't call bring a configuration of their own
+        equal_rows = getattr(generation_config, "_equal_rows", None)
+        if equal_rows is None:
+            return super()._prefill_groups(input_ids, generation_config, model_kwargs, is_first_iteration)
+        outputs = self._prefill_distinct_rows(
+            equal_rows, input_ids, generation_config, model_kwargs, is_first_iteration
+        )
+        return outputs, equal_rows.group_size
 
     def _find_equal_rows(
         self,
@@ -283,6 +334,41 @@ class EqualRowsMixin:
             return prepare(inputs_tensor, model_kwargs, model_input_name, generation_config)
         kept = {name: value for name, value in model_kwargs.items() if name in encoded}
         return kept | equal_rows.restore(added)
+
+    def _prefill_distinct_rows(
+        self,
+        equal_rows: EqualRows,
+        input_ids: torch.LongTensor,
+        generation_config: "GenerationConfig",
+        model_kwargs: dict[str, Any],
+        is_first_iteration: bool,
+    ) -> ModelOutput:
+        """
+        Forwards the first row of each group of equal rows.
+
+        Args:
+            equal_rows ([`EqualRows`]): The U groups of the B rows.
+            input_ids (`torch.LongTensor` of shape `(B, L)`): The prompts.
+            generation_config ([`GenerationConfig`]): The generation configuration.
+            model_kwargs (`dict`): The other inputs of the model, with B rows. A cache that is filled is added to them.
+            is_first_iteration (`bool`): See `_prefill`.
+
+        Returns:
+            [`ModelOutput`]: The outputs, whose cache is that of `model_kwargs`. They have U rows, each of which stands
+            for a group, if all groups are of one size and consecutive, and all B rows otherwise.
+        """
+        inputs = equal_rows.select({"input_ids": input_ids, **model_kwargs})
+        outputs = self._prefill(
+            inputs.pop("input_ids"), generation_config, inputs, is_first_iteration=is_first_iteration
+        )
+        if inputs.get("cache") is not None:
+            model_kwargs["cache"] = inputs["cache"]
+        if equal_rows.group_size == 1:
+            groups = torch.tensor(equal_rows.groups)
+            self._expand_outputs(outputs, groups, len(equal_rows.firsts))
+            for cache in outermost_caches(outputs.get("cache"), model_kwargs.get("cache")):
+                cache.batch_select_indices(groups)
+        return outputs
 
     def _log_all_prefilled(self, reason: str) -> None:
         logger.info_once(f"{type(self).__name__}: equal rows are all prefilled ({reason})")

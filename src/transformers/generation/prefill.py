@@ -16,7 +16,6 @@ import torch
 from ..cache_expansion import cache_rows, cannot_expand
 from ..cache_utils import EncoderDecoderCache
 from ..utils import ModelOutput, logging
-from .equal_rows import EqualRows, EqualRowsMixin
 from .prefill_hooks import (
     STREAMING_MODELS,
     expand_model_state,
@@ -128,16 +127,7 @@ def outermost_caches(*caches: Any) -> list[Any]:
     return list(caches.values())
 
 
-def prefill_rows(generation_config: "GenerationConfig", batch_size: int) -> int:
-    """Number of rows that the prefill of `batch_size` prompts runs on, for caches that are initialized before it."""
-    # The flag is only there in `generate`: loops of a model's own expand their rows before they prepare a cache
-    if getattr(generation_config, "_expand_after_prefill", False):
-        equal_rows = generation_config._equal_rows
-        return batch_size if equal_rows is None else len(equal_rows.firsts)
-    return max(generation_config.num_beams, generation_config.num_return_sequences) * batch_size
-
-
-class PrefillMixin(EqualRowsMixin):
+class PrefillMixin:
     """
     The part of [`GenerationMixin`] that turns a prompt of B rows into B * N rows.
 
@@ -156,8 +146,7 @@ class PrefillMixin(EqualRowsMixin):
     ) -> int:
         """
         Decides how the prompt is expanded, before any forward pass. The strategy taken is written to
-        `generation_config.prompt_expansion` and logged with its reason. Rows of the batch that are equal are written to
-        `generation_config._equal_rows`: they are prefilled once.
+        `generation_config.prompt_expansion` and logged with its reason.
 
         Args:
             decoding_method (`Callable`): The method that runs the decoding loop.
@@ -176,24 +165,18 @@ class PrefillMixin(EqualRowsMixin):
         requested = generation_config.prompt_expansion or "auto"
         expand_size = max(generation_config.num_beams, generation_config.num_return_sequences)
         obstacle = self._why_expand_first(decoding_method, generation_config, batch_size, model_kwargs)
-        equal_rows, group_size = None, 1
+        repeats = expand_size
         if obstacle is not None or requested == "recompute":
             strategy, reason = "recompute", obstacle or "asked for"
         else:
-            equal_rows = self._find_equal_rows(decoding_method, generation_config, inputs_tensor, model_kwargs)
-            group_size = 1 if equal_rows is None else equal_rows.group_size
-            strategy, reason = self._choose_cache_expansion(
-                requested, expand_size * group_size, generation_config, model_kwargs
-            )
+            repeats *= self._group_rows(decoding_method, generation_config, inputs_tensor, model_kwargs)
+            strategy, reason = self._choose_cache_expansion(requested, repeats, generation_config, model_kwargs)
         if requested not in ("auto", strategy) and expand_size > 1:
             raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {reason}.")
 
         generation_config.prompt_expansion = strategy
         generation_config._expand_after_prefill = strategy != "recompute"
-        generation_config._equal_rows = equal_rows
-        if expand_size * group_size == 1:
-            if obstacle is not None and batch_size > 1 and requested != "recompute":
-                self._log_all_prefilled(obstacle)
+        if repeats == 1:
             return 1
         logger.info_once(f"{type(self).__name__}: prompt_expansion={strategy!r} ({reason})")
         return 1 if strategy == "recompute" else expand_size
@@ -217,6 +200,23 @@ class PrefillMixin(EqualRowsMixin):
         if self.training and (reason := why_training_matters(self)) is not None:
             return reason
         return why_expand_first(self, model_kwargs)
+
+    def _group_rows(
+        self,
+        decoding_method: Callable,
+        generation_config: "GenerationConfig",
+        inputs_tensor: torch.Tensor,
+        model_kwargs: dict[str, Any],
+    ) -> int:
+        """Returns for how many rows of the batch, one after the other, a row of the prefill stands: for itself alone."""
+        return 1
+
+    def _count_prefill_rows(self, generation_config: "GenerationConfig", batch_size: int) -> int:
+        """Number of rows that the prefill of `batch_size` prompts runs on, for caches that are initialized before it."""
+        # The flag is only there in `generate`: loops of a model's own expand their rows before they prepare a cache
+        if getattr(generation_config, "_expand_after_prefill", False):
+            return batch_size
+        return max(generation_config.num_beams, generation_config.num_return_sequences) * batch_size
 
     def _choose_cache_expansion(
         self, requested: str, expand_size: int, generation_config: "GenerationConfig", model_kwargs: dict[str, Any]
@@ -317,15 +317,7 @@ class PrefillMixin(EqualRowsMixin):
             `tuple`: The outputs of the prefill (logits of the last position only, of shape
             `(B * expand_size, 1, V)`), the `input_ids` of shape `(B * expand_size, L)` and the `model_kwargs`.
         """
-        # Decoding methods that `generate` doesn't call bring a configuration of their own
-        equal_rows, group_size = getattr(generation_config, "_equal_rows", None), 1
-        if equal_rows is None:
-            outputs = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
-        else:
-            outputs = self._prefill_distinct_rows(
-                equal_rows, input_ids, generation_config, model_kwargs, is_first_iteration
-            )
-            group_size = equal_rows.group_size
+        outputs, group_size = self._prefill_groups(input_ids, generation_config, model_kwargs, is_first_iteration)
         rows, repeats = input_ids.shape[0] // group_size, expand_size * group_size
         if repeats == 1:
             return outputs, input_ids, model_kwargs
@@ -343,40 +335,16 @@ class PrefillMixin(EqualRowsMixin):
         )
         return outputs, input_ids, model_kwargs
 
-    def _prefill_distinct_rows(
+    def _prefill_groups(
         self,
-        equal_rows: EqualRows,
         input_ids: torch.LongTensor,
         generation_config: "GenerationConfig",
         model_kwargs: dict[str, Any],
         is_first_iteration: bool,
-    ) -> ModelOutput:
-        """
-        Forwards the first row of each group of equal rows.
-
-        Args:
-            equal_rows ([`EqualRows`]): The U groups of the B rows.
-            input_ids (`torch.LongTensor` of shape `(B, L)`): The prompts.
-            generation_config ([`GenerationConfig`]): The generation configuration.
-            model_kwargs (`dict`): The other inputs of the model, with B rows. A cache that is filled is added to them.
-            is_first_iteration (`bool`): See `_prefill`.
-
-        Returns:
-            [`ModelOutput`]: The outputs, whose cache is that of `model_kwargs`. They have U rows, each of which stands
-            for a group, if all groups are of one size and consecutive, and all B rows otherwise.
-        """
-        inputs = equal_rows.select({"input_ids": input_ids, **model_kwargs})
-        outputs = self._prefill(
-            inputs.pop("input_ids"), generation_config, inputs, is_first_iteration=is_first_iteration
-        )
-        if inputs.get("cache") is not None:
-            model_kwargs["cache"] = inputs["cache"]
-        if equal_rows.group_size == 1:
-            groups = torch.tensor(equal_rows.groups)
-            self._expand_outputs(outputs, groups, len(equal_rows.firsts))
-            for cache in outermost_caches(outputs.get("cache"), model_kwargs.get("cache")):
-                cache.batch_select_indices(groups)
-        return outputs
+    ) -> tuple[ModelOutput, int]:
+        """Forwards the prompts. Returns the outputs, and for how many rows of `input_ids` each of their rows stands."""
+        outputs = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
+        return outputs, 1
 
     def _expand_cache(self, cache: Any, expand_size: int, generation_config: "GenerationConfig") -> None:
         """Makes the cache of a prefill on B rows one of B * `expand_size` rows, in place."""
