@@ -47,7 +47,7 @@ test-upstream: develop $(VENV)/.upstream-tests
 
 # More examples of the randomized tests, and new ones each time
 fuzz: develop
-	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile long tests/generation/test_differential.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest --hypothesis-profile long --hypothesis-show-statistics tests/generation/test_differential.py
 
 # Threads that wait by spinning take the cores from those that work, on a machine with other load
 demo: develop $(VENV)/.examples

@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
+from .architectures.runner import strategies
 from .runs import MODES, assert_same, oracle, run
 from .tiny_models import BUILDERS, DECODER_ONLY, EOS, PAD, SPECIAL, VOCABULARY, build_model
 
@@ -204,7 +205,9 @@ def cases(draw, repeated: bool = False) -> Case:
 
 def assert_same_as_upstream(case: Case, tolerance: float = 1e-5) -> None:
     note(repr(case))
-    ours = run_case(case, prefix_repeats=1)
+    with strategies() as taken:
+        ours = run_case(case, prefix_repeats=1)
+    event(f"strategy: {taken[0][0] if taken else 'nothing to expand'}")
     theirs = oracle().run(run_case, case, prefix_repeats=case.expand_size)
     assert ours[0] == theirs[0], (ours, theirs)
     if ours[0] == "error":
