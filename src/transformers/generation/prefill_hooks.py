@@ -141,7 +141,15 @@ def _expand_audio_caches(model, outputs, model_kwargs, expand_size) -> None:
         cache.batch_repeat_interleave(expand_size)
 
 
+def _expand_fuyu(model, outputs, model_kwargs, expand_size) -> None:
+    # Without a cache the image is read at every step. Its features, (B, patches, D), are not among those that
+    # upstream expands with the inputs, which have a `pooler_output`
+    if (image := (model_kwargs.get("mm_encoder_outputs") or {}).get("image")) is not None:
+        image.last_hidden_state = image.last_hidden_state.repeat_interleave(expand_size, dim=0)
+
+
 STATE_HOOKS = {
+    "fuyu": _expand_fuyu,
     "glm_image": _expand_glm_image,
     "idefics": _expand_idefics,
     "kyutai_speech_to_text": _expand_audio_caches,
