@@ -25,7 +25,9 @@ class BenchmarkTest(unittest.TestCase):
         cls.addClassCleanup(temporary.cleanup)
         cls.folder = Path(temporary.name)
         save_tiny_model(cls.folder / "model")
-        options = f"--lengths 20 {LENGTH} --sequences 1 4 --new-tokens {NEW_TOKENS} --repeats 2 --max-prompt-tokens 100"
+        options = (
+            f"--lengths 20 {LENGTH} --sequences 1 4 --new-tokens {NEW_TOKENS} --repeats 2 --max-prompt-tokens 100"
+        )
         cls.status, cls.printed = cls.main(
             "--model", str(cls.folder / "model"), "--output", str(cls.folder), *options.split()
         )
@@ -82,4 +84,6 @@ class BenchmarkTest(unittest.TestCase):
     def test_drawing_again(self):
         status, printed = self.main("--draw", str(self.folder / "results.jsonl"))
         self.assertEqual(status, 0)
-        self.assertEqual((self.folder / "tables.md").read_text(), printed[: printed.index("wrote ")].rstrip("\n") + "\n")
+        self.assertEqual(
+            (self.folder / "tables.md").read_text(), printed[: printed.index("wrote ")].rstrip("\n") + "\n"
+        )
