@@ -192,7 +192,15 @@ class TestApplied:
 
 def test_the_minimal_one_holds_prefill_once_alone(checkouts):
     text = checkouts("minimal").text
-    for word in ("share_cache", "shared_prefix", "prompt_sharing", "group_beam", "GroupBeam", "beam_reordering"):
+    for word in (
+        "share_cache",
+        "shared_prefix",
+        "prompt_sharing",
+        "equal_rows",
+        "group_beam",
+        "GroupBeam",
+        "beam_reordering",
+    ):
         assert word not in text, word
     assert '"share"' not in text
 

@@ -291,7 +291,7 @@ class SameAsUpstreamTest(unittest.TestCase):
 
 
 class ForkTest(unittest.TestCase):
-    """The fork against itself with `prompt_expansion="recompute"`."""
+    """`generate` against itself with `prompt_expansion="recompute"`."""
 
     def test_groups_of_beams(self):
         model = build_model("llama")

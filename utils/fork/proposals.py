@@ -80,6 +80,7 @@ logits, attentions, hidden states and cache. Fixes #27449.
 - Every cache class has `batch_repeat_interleave`. Static buffers keep their address when rows are repeated or reordered.
 - Shared prompts: layers return the suffix and hand the prefix to the attention function, which reads it in place.
   Whether the attention of a model allows that is read off its code.
+- Rows of a batch that are equal are prefilled once, as if `num_return_sequences` had been asked for.
 - Group beam search is a decoding method again.
 - Whisper encodes an audio once for all of its sequences. Beams of classifier-free guidance keep their own context.
 
@@ -100,9 +101,9 @@ To do when applied to a checkout: list `prefill_once` and `group_beam_search` in
 TEST_PROMPT_EXPANSION = "tests/generation/test_prompt_expansion.py"
 ONLY_COPIES = "there is no other strategy yet"
 
-# What a first pull request should contain: one thing, that works for every model and changes no result. Sharing,
-# group beam search, Whisper's own loop and the guidance of beams are changes of their own, which build on it or don't
-# need it.
+# What a first pull request should contain: one thing, that works for every model and changes no result. Sharing, equal
+# rows, group beam search, Whisper's own loop and the guidance of beams are changes of their own, which build on it or
+# don't need it.
 MINIMAL = Proposal(
     subject="Generate: prefill each prompt once for all of its beams and sequences",
     description="""

@@ -143,7 +143,7 @@ def _expand_audio_caches(model, outputs, model_kwargs, expand_size) -> None:
 
 def _expand_fuyu(model, outputs, model_kwargs, expand_size) -> None:
     # Without a cache the image is read at every step. Its features, (B, patches, D), are not among those that
-    # upstream expands with the inputs, which have a `pooler_output`
+    # `generate` expands with the inputs, which have a `pooler_output`
     if (image := (model_kwargs.get("mm_encoder_outputs") or {}).get("image")) is not None:
         image.last_hidden_state = image.last_hidden_state.repeat_interleave(expand_size, dim=0)
 
