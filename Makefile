@@ -11,7 +11,7 @@ export PIP_COMPILE := 0
 # hqq would look for a CUDA compiler while it is installed
 export DISABLE_CUDA := 1
 
-.PHONY: develop test test-upstream fuzz demo lint format wheel drift rebase clean
+.PHONY: develop test test-upstream fuzz demo bench patch patch-minimal lint format wheel drift rebase clean
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +52,14 @@ fuzz: develop
 # Threads that wait by spinning take the cores from those that work, on a machine with other load
 demo: develop $(VENV)/.examples
 	OMP_WAIT_POLICY=PASSIVE $(PY) examples/long_prompt_beams.py
+
+$(VENV)/.benchmark: benchmark/requirements.txt $(VENV)/.examples
+	$(PY) -m pip install --requirement benchmark/requirements.txt
+	touch $@
+
+# Upstream against the fork: make bench ARGUMENTS="--lengths 2048 --sequences 1 6"
+bench: develop $(VENV)/.benchmark
+	OMP_WAIT_POLICY=PASSIVE $(PY) -m benchmark.prefill $(ARGUMENTS)
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff format --check .

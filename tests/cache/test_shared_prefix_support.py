@@ -304,7 +304,9 @@ class CannotShareTest(unittest.TestCase):
             self.assertIn("has an eager attention `eager_attention_forward` of its own kind", cannot_share(model))
 
     def test_training(self):
-        self.assertIn("is in training mode", cannot_share(build_model("llama").train()))
+        self.assertIn("is in training mode", cannot_share(build_model("gpt2").train()))
+        # Without dropout, the mode makes no difference
+        self.assertIsNone(cannot_share(build_model("llama").train()))
 
     def test_wrong_kind(self):
         with self.assertRaisesRegex(ValueError, "`kind` must be .* but is 'encoder'"):

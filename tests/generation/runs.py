@@ -28,6 +28,8 @@ MODES = {
         "num_return_sequences": expand_size - 1,
     },
 }
+# Layers have some of these: attention keys and values, linear attention states by position
+CACHED_STATES = ("keys", "values", "conv_states", "recurrent_states")
 ALL_OUTPUTS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 _oracle: Oracle | None = None
@@ -96,7 +98,9 @@ def flatten(name: str, value: Any) -> dict[str, torch.Tensor]:
     if isinstance(value, EncoderDecoderCache):
         value = (value.self_attention_cache, value.cross_attention_cache)
     if hasattr(value, "layers"):
-        value = [(layer.keys, layer.values) for layer in value.layers]
+        value = [[getattr(layer, states, None) for states in CACHED_STATES] for layer in value.layers]
+    if type(value) is dict:
+        value = list(value.values())
     if isinstance(value, (tuple, list)):
         parts = [flatten(f"{name}.{position}", part) for position, part in enumerate(value)]
         return {key: tensor for part in parts for key, tensor in part.items()}

@@ -49,10 +49,17 @@ class Case:
             attention_mask[row, positions] = 0
         return {"input_ids": input_ids.masked_fill(attention_mask == 0, PAD), "attention_mask": attention_mask}
 
+    def prefilled_rows(self) -> int:
+        """How many rows the fork's prefill has: one per distinct prompt, unless each row continues a cached prefix."""
+        if self.prefix_length > 0:
+            return len(self.input_ids)
+        return len(torch.cat(list(self.inputs().values()), dim=1).unique(dim=0))
+
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Token 5 is the word `w5`."""
-    tokenizer = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w3"))
+    """Token 5 is the word `w5`. The last token is what stop strings are matched with."""
+    words = {f"w{token}": token for token in range(VOCABULARY)} | {"abcdef": VOCABULARY}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=f"w{PAD}", eos_token=f"w{EOS}")
 
@@ -110,8 +117,8 @@ def penalties(draw) -> dict[str, Any]:
 
 @st.composite
 def modes(draw) -> tuple[int, dict[str, Any]]:
-    """N, and the arguments of a decoding mode."""
-    mode, expand_size = draw(st.sampled_from(sorted(MODES))), draw(st.integers(2, 4))
+    """N, and the arguments of a decoding mode. One beam is greedy search."""
+    mode, expand_size = draw(st.sampled_from(sorted(MODES))), draw(st.integers(1, 4))
     arguments = MODES[mode](expand_size)
     if mode != "sample":
         arguments["num_return_sequences"] = draw(st.integers(1, expand_size))
@@ -153,9 +160,26 @@ def caches(draw, name: str) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw) -> Case:
-    name, batch_size, length = draw(st.sampled_from(MODELS)), draw(st.integers(1, 3)), draw(st.integers(1, 10))
+def prompts(draw, length: int, repeated: bool) -> tuple[list[list[int]], list[int]]:
+    """Tokens and padding of each row: rows that are all drawn, or some of them several times, in any order."""
+    batch_size = draw(st.integers(1, 3))
     tokens = st.lists(st.integers(3, VOCABULARY - 1), min_size=length, max_size=length)
+    rows = draw(st.lists(st.tuples(tokens, st.integers(0, length - 1)), min_size=batch_size, max_size=batch_size))
+    if repeated:
+        group_size = draw(st.integers(1, 4))
+        picks = [row for row in range(batch_size) for _ in range(group_size)]
+        if group_size == 1 or draw(st.booleans()):
+            picks = draw(st.lists(st.integers(0, batch_size - 1), min_size=2, max_size=6))
+        rows = [rows[pick] for pick in picks]
+        # The same tokens with another mask
+        rows += [(rows[0][0], draw(st.integers(0, length - 1))) for _ in range(draw(st.integers(0, 1)))]
+    return [list(row) for row, _ in rows], [padding for _, padding in rows]
+
+
+@st.composite
+def cases(draw, repeated: bool = False) -> Case:
+    name, length = draw(st.sampled_from(MODELS)), draw(st.integers(1, 10))
+    input_ids, padding = draw(prompts(length, repeated))
     expand_size, arguments = draw(modes())
     eos = draw(st.sampled_from([EOS, None, [EOS, 5], [EOS, 5, 17, 23]]))
     arguments |= {"eos_token_id": eos, "max_new_tokens": draw(st.integers(1, 8)), "return_dict_in_generate": True}
@@ -165,8 +189,8 @@ def cases(draw) -> Case:
     arguments |= draw(penalties())
     case = Case(
         name=name,
-        input_ids=draw(st.lists(tokens, min_size=batch_size, max_size=batch_size)),
-        padding=draw(st.lists(st.integers(0, length - 1), min_size=batch_size, max_size=batch_size)),
+        input_ids=input_ids,
+        padding=padding,
         arguments=arguments,
         expand_size=expand_size,
         stop_strings=draw(st.sampled_from([[], [], [], ["w7", "w30 w3"]])),
@@ -178,8 +202,7 @@ def cases(draw) -> Case:
     return case
 
 
-@given(cases())
-def test_same_as_upstream(case: Case):
+def assert_same_as_upstream(case: Case, tolerance: float = 1e-5) -> None:
     note(repr(case))
     ours = run_case(case, prefix_repeats=1)
     theirs = oracle().run(run_case, case, prefix_repeats=case.expand_size)
@@ -188,8 +211,22 @@ def test_same_as_upstream(case: Case):
         event(f"both raise {ours[1]}")
         assert ours == theirs
         return
-    event("output")
     ours, theirs = load(ours[1]), load(theirs[1])
-    assert ours["rows"] == len(case.input_ids)
+    event("equal rows" if case.prefilled_rows() < len(case.input_ids) else "output")
+    assert ours["rows"] == case.prefilled_rows()
     assert theirs["rows"] == len(case.input_ids) * case.expand_size
-    assert_same(ours, theirs)
+    if case.arguments.get("cache_implementation") == "quantized":
+        # Numbers that differ in their last digit may be stored as neighbours among those of 8 bits, 1/16 apart
+        tolerance = 0.05
+    assert_same(ours, theirs, tolerance)
+
+
+@given(cases())
+def test_same_as_upstream(case: Case):
+    assert_same_as_upstream(case)
+
+
+@given(cases(repeated=True))
+def test_same_as_upstream_with_repeated_prompts(case: Case):
+    # Up to 28 rows become one, whose products round differently, and keys and values reach 30
+    assert_same_as_upstream(case, tolerance=1e-4)

@@ -9,6 +9,7 @@ from itertools import product
 
 import torch
 from parameterized import parameterized
+from torch import nn
 
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 from transformers.generation import prefill_hooks
@@ -222,7 +223,29 @@ class ObstacleTest(ExpansionTestCase):
         self.assertRegex(reason, r"LlamaForCausalLM: prompt_expansion='share' \(the prompt's cache can be shared\)")
 
     def test_training_mode(self):
+        self.assert_expands_first("training mode, where each row draws", build_model("gpt2").train())
+
+    def test_training_mode_without_dropout(self):
+        """Nothing is drawn, as in most language models of today."""
+        for mode in MODES:
+            arguments = {**MODES[mode](3), **ALL_OUTPUTS, "max_new_tokens": 4}
+            ours, theirs = run_both("llama", 2, arguments, training=True)
+            self.assertEqual(ours["rows"], 2)
+            assert_same(ours, theirs)
+
+    @parameterized.expand(
+        [
+            ("function", lambda model: setattr(model.model.layers[1].self_attn, "attention_dropout", 0.1)),
+            ("module", lambda model: model.add_module("adapter", nn.Dropout(0.1))),
+            ("config", lambda model: setattr(model.config, "router_jitter_noise", 0.1)),
+            ("batch_norm", lambda model: model.add_module("norm", nn.BatchNorm1d(4))),
+            ("capacity", lambda model: setattr(model.config, "moe_eval_capacity_token_fraction", 1.0)),
+        ]
+    )
+    def test_training_mode_that_matters(self, _, change):
         model = build_model("llama").train()
+        self.assertIsNone(prefill_hooks.why_training_matters(model))
+        change(model)
         self.assert_expands_first("training mode", model)
 
     def test_training_mode_draws_dropout_per_row(self):
@@ -275,7 +298,7 @@ class ObstacleTest(ExpansionTestCase):
         )
 
     def test_nothing_to_expand_is_never_refused(self):
-        model = build_model("llama").train()
+        model = build_model("gpt2").train()
         _, shapes = generate(model, {"max_new_tokens": 2, "prompt_expansion": "copy"}, **build_inputs("llama", 2))
         self.assertEqual(shapes[0], (2, 9))
 

@@ -31,11 +31,20 @@ GENERATION_EDITS = [
             batch_size = inputs_tensor.shape[0]
             model_kwargs = detach_from_caller(model_kwargs)
             # How many rows the decoding method makes of each row, after its prefill
-            expand_size = self._resolve_prompt_expansion(decoding_method, generation_config, batch_size, model_kwargs)
+            expand_size = self._resolve_prompt_expansion(
+                decoding_method, generation_config, batch_size, model_kwargs, inputs_tensor
+            )
             if expand_size > 1:
                 generation_mode_kwargs["expand_size"] = expand_size
         """,
         reason="the strategy is decided, or refused, before any forward pass; the caller's objects stay as they are",
+    ),
+    RedirectCall(
+        path="generation/utils.py",
+        scope=GENERATE,
+        call="self._maybe_prepare_encoder_kwargs_for_generation",
+        to="self._prepare_encoder_kwargs_of_distinct_rows",
+        reason="prompts that are equal are encoded once",
     ),
     RedirectCall(
         path="generation/utils.py",

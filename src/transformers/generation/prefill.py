@@ -16,7 +16,14 @@ import torch
 from ..cache_expansion import cache_rows, cannot_expand
 from ..cache_utils import EncoderDecoderCache
 from ..utils import ModelOutput, logging
-from .prefill_hooks import STREAMING_MODELS, expand_model_state, hidden_states_row_dim, why_expand_first
+from .equal_rows import EqualRows, EqualRowsMixin
+from .prefill_hooks import (
+    STREAMING_MODELS,
+    expand_model_state,
+    hidden_states_row_dim,
+    why_expand_first,
+    why_training_matters,
+)
 
 
 if TYPE_CHECKING:
@@ -31,15 +38,20 @@ ATTENTION_FIELDS = ("attentions", "decoder_attentions", "cross_attentions")
 HIDDEN_STATE_FIELDS = ("hidden_states", "decoder_hidden_states", "last_hidden_state")
 
 
-def repeat_rows(value: Any, expand_size: int, rows: int, row_dim: Callable[[torch.Tensor], int] | None = None) -> Any:
+def repeat_rows(
+    value: Any,
+    expand_size: int | torch.LongTensor,
+    rows: int,
+    row_dim: Callable[[torch.Tensor], int] | None = None,
+) -> Any:
     """
     Repeats each row of the tensors in `value` `expand_size` times, in place of the row: `[a, b] -> [a, a, b, b]`.
 
     Args:
         value (`torch.Tensor`, `tuple` or `list` of such, or `None`):
             Tensors with `rows` rows.
-        expand_size (`int`):
-            Number of copies of a row.
+        expand_size (`int` or `torch.LongTensor`):
+            Number of copies of a row. Or the indices of the rows to take, in any order.
         rows (`int`):
             Number of rows that the tensors must have.
         row_dim (`Callable`, *optional*):
@@ -58,6 +70,8 @@ def repeat_rows(value: Any, expand_size: int, rows: int, row_dim: Callable[[torc
             f"Can't repeat the rows of an output of shape {tuple(value.shape)}: dimension {dim} must have {rows} rows. "
             'Set `prompt_expansion="recompute"` to generate with this model.'
         )
+    if isinstance(expand_size, torch.Tensor):
+        return value.index_select(dim, expand_size.to(value.device))
     return value.repeat_interleave(expand_size, dim=dim)
 
 
@@ -118,11 +132,12 @@ def prefill_rows(generation_config: "GenerationConfig", batch_size: int) -> int:
     """Number of rows that the prefill of `batch_size` prompts runs on, for caches that are initialized before it."""
     # The flag is only there in `generate`: loops of a model's own expand their rows before they prepare a cache
     if getattr(generation_config, "_expand_after_prefill", False):
-        return batch_size
+        equal_rows = generation_config._equal_rows
+        return batch_size if equal_rows is None else len(equal_rows.firsts)
     return max(generation_config.num_beams, generation_config.num_return_sequences) * batch_size
 
 
-class PrefillMixin:
+class PrefillMixin(EqualRowsMixin):
     """
     The part of [`GenerationMixin`] that turns a prompt of B rows into B * N rows.
 
@@ -137,16 +152,19 @@ class PrefillMixin:
         generation_config: "GenerationConfig",
         batch_size: int,
         model_kwargs: dict[str, Any],
+        inputs_tensor: torch.Tensor,
     ) -> int:
         """
         Decides how the prompt is expanded, before any forward pass. The strategy taken is written to
-        `generation_config.prompt_expansion` and logged with its reason.
+        `generation_config.prompt_expansion` and logged with its reason. Rows of the batch that are equal are written to
+        `generation_config._equal_rows`: they are prefilled once.
 
         Args:
             decoding_method (`Callable`): The method that runs the decoding loop.
             generation_config ([`GenerationConfig`]): The configuration of this call alone. Changed in place.
             batch_size (`int`): Number B of prompts.
             model_kwargs (`dict`): The inputs of the model, not expanded yet.
+            inputs_tensor (`torch.Tensor` of shape `(B, ...)`): The main input of the model, or of its encoder.
 
         Returns:
             `int`: The `expand_size` for the decoding method: N, or 1 where rows are expanded before the prefill.
@@ -158,16 +176,24 @@ class PrefillMixin:
         requested = generation_config.prompt_expansion or "auto"
         expand_size = max(generation_config.num_beams, generation_config.num_return_sequences)
         obstacle = self._why_expand_first(decoding_method, generation_config, batch_size, model_kwargs)
+        equal_rows, group_size = None, 1
         if obstacle is not None or requested == "recompute":
             strategy, reason = "recompute", obstacle or "asked for"
         else:
-            strategy, reason = self._choose_cache_expansion(requested, expand_size, generation_config, model_kwargs)
+            equal_rows = self._find_equal_rows(decoding_method, generation_config, inputs_tensor, model_kwargs)
+            group_size = 1 if equal_rows is None else equal_rows.group_size
+            strategy, reason = self._choose_cache_expansion(
+                requested, expand_size * group_size, generation_config, model_kwargs
+            )
         if requested not in ("auto", strategy) and expand_size > 1:
             raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {reason}.")
 
         generation_config.prompt_expansion = strategy
         generation_config._expand_after_prefill = strategy != "recompute"
-        if expand_size == 1:
+        generation_config._equal_rows = equal_rows
+        if expand_size * group_size == 1:
+            if obstacle is not None and batch_size > 1 and requested != "recompute":
+                self._log_all_prefilled(obstacle)
             return 1
         logger.info_once(f"{type(self).__name__}: prompt_expansion={strategy!r} ({reason})")
         return 1 if strategy == "recompute" else expand_size
@@ -188,8 +214,8 @@ class PrefillMixin:
             return reason
         if generation_config.token_healing:
             return "token healing may change each row of the prompt"
-        if self.training:
-            return "the model is in training mode, where each row draws its own dropout"
+        if self.training and (reason := why_training_matters(self)) is not None:
+            return reason
         return why_expand_first(self, model_kwargs)
 
     def _choose_cache_expansion(
@@ -291,16 +317,24 @@ class PrefillMixin:
             `tuple`: The outputs of the prefill (logits of the last position only, of shape
             `(B * expand_size, 1, V)`), the `input_ids` of shape `(B * expand_size, L)` and the `model_kwargs`.
         """
-        outputs = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
-        if expand_size == 1:
+        # Decoding methods that `generate` doesn't call bring a configuration of their own
+        equal_rows, group_size = getattr(generation_config, "_equal_rows", None), 1
+        if equal_rows is None:
+            outputs = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
+        else:
+            outputs = self._prefill_distinct_rows(
+                equal_rows, input_ids, generation_config, model_kwargs, is_first_iteration
+            )
+            group_size = equal_rows.group_size
+        rows, repeats = input_ids.shape[0] // group_size, expand_size * group_size
+        if repeats == 1:
             return outputs, input_ids, model_kwargs
 
-        rows = input_ids.shape[0]
-        self._expand_outputs(outputs, expand_size, rows)
-        expand_model_state(self, outputs, model_kwargs, expand_size)
+        self._expand_outputs(outputs, repeats, rows)
+        expand_model_state(self, outputs, model_kwargs, repeats)
         caches = outermost_caches(outputs.get("cache"), model_kwargs.get("cache"))
         for cache in caches:
-            self._expand_cache(cache, expand_size, generation_config)
+            self._expand_cache(cache, repeats, generation_config)
         input_ids, model_kwargs = self._expand_inputs_for_generation(
             expand_size=expand_size,
             is_encoder_decoder=self.config.is_encoder_decoder,
@@ -309,12 +343,47 @@ class PrefillMixin:
         )
         return outputs, input_ids, model_kwargs
 
+    def _prefill_distinct_rows(
+        self,
+        equal_rows: EqualRows,
+        input_ids: torch.LongTensor,
+        generation_config: "GenerationConfig",
+        model_kwargs: dict[str, Any],
+        is_first_iteration: bool,
+    ) -> ModelOutput:
+        """
+        Forwards the first row of each group of equal rows.
+
+        Args:
+            equal_rows ([`EqualRows`]): The U groups of the B rows.
+            input_ids (`torch.LongTensor` of shape `(B, L)`): The prompts.
+            generation_config ([`GenerationConfig`]): The generation configuration.
+            model_kwargs (`dict`): The other inputs of the model, with B rows. A cache that is filled is added to them.
+            is_first_iteration (`bool`): See `_prefill`.
+
+        Returns:
+            [`ModelOutput`]: The outputs, whose cache is that of `model_kwargs`. They have U rows, each of which stands
+            for a group, if all groups are of one size and consecutive, and all B rows otherwise.
+        """
+        inputs = equal_rows.select({"input_ids": input_ids, **model_kwargs})
+        outputs = self._prefill(
+            inputs.pop("input_ids"), generation_config, inputs, is_first_iteration=is_first_iteration
+        )
+        if inputs.get("cache") is not None:
+            model_kwargs["cache"] = inputs["cache"]
+        if equal_rows.group_size == 1:
+            groups = torch.tensor(equal_rows.groups)
+            self._expand_outputs(outputs, groups, len(equal_rows.firsts))
+            for cache in outermost_caches(outputs.get("cache"), model_kwargs.get("cache")):
+                cache.batch_select_indices(groups)
+        return outputs
+
     def _expand_cache(self, cache: Any, expand_size: int, generation_config: "GenerationConfig") -> None:
         """Makes the cache of a prefill on B rows one of B * `expand_size` rows, in place."""
         cache.batch_repeat_interleave(expand_size)
 
-    def _expand_outputs(self, outputs: ModelOutput, expand_size: int, rows: int) -> None:
-        """Repeats the rows of the logits, attentions and hidden states of a prefill in place."""
+    def _expand_outputs(self, outputs: ModelOutput, expand_size: int | torch.LongTensor, rows: int) -> None:
+        """Repeats, or takes, the rows of the logits, attentions and hidden states of a prefill in place."""
         # Only the last position is ever read, and all of them are N times the memory
         outputs.logits = repeat_rows(outputs.logits[:, -1:], expand_size, rows)
         for name in ATTENTION_FIELDS:

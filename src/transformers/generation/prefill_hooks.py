@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from ..configuration_utils import PreTrainedConfig
 from ..utils import ModelOutput
 
 
@@ -42,6 +44,33 @@ def why_expand_first(model: "PreTrainedModel", model_kwargs: dict[str, Any]) -> 
     if getattr(model.config, "moe_eval_capacity_token_fraction", 1.0) < 1.0:
         return "the capacity of the experts depends on the number of rows (`moe_eval_capacity_token_fraction`)"
     return None
+
+
+def why_training_matters(model: "PreTrainedModel") -> str | None:
+    """
+    Returns why the rows of a prompt must be expanded before a prefill in training mode, or `None` if they needn't be.
+
+    Trainers generate with a model in training mode. Most language models have no dropout: then nothing depends on the
+    mode, and equal rows stay equal. Whatever is named after dropout, jitter, noise or masking counts as drawing, whether
+    the module uses it or not.
+    """
+    if hasattr(model.config, "moe_eval_capacity_token_fraction"):
+        return "the model is in training mode, where the capacity of the experts depends on the number of rows"
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return "the model is in training mode, where its batch normalization reads all rows"
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        if (is_dropout and module.p > 0) or _draws_in_training(vars(module)):
+            return "the model is in training mode, where each row draws its own dropout"
+    configs = [model.config, *(value for value in vars(model.config).values() if isinstance(value, PreTrainedConfig))]
+    if any(_draws_in_training(vars(config)) for config in configs):
+        return "the model is in training mode, where each row draws its own dropout"
+    return None
+
+
+def _draws_in_training(attributes: dict[str, Any]) -> bool:
+    numbers = {name: value for name, value in attributes.items() if isinstance(value, (int, float)) and value > 0}
+    return any(word in name for name in numbers for word in ("drop", "jitter", "noise", "mask_time", "mask_feature"))
 
 
 def hidden_states_row_dim(model: "PreTrainedModel") -> Callable[[torch.Tensor], int]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ...generation.equal_rows import group_equal
 from ...generation.logits_process import WhisperNoSpeechDetection
 from ...utils import ModelOutput, logging
 
@@ -48,15 +49,6 @@ def select_rows(tree: Any, rows: list[int]) -> Any:
 
 def find_detector(logits_processor: list | None) -> WhisperNoSpeechDetection | None:
     return next((item for item in logits_processor or [] if isinstance(item, WhisperNoSpeechDetection)), None)
-
-
-def group_equal(items: list[Any]) -> tuple[list[int], list[int]]:
-    """Returns the position of the first item of each group of equal items, and the group of each item."""
-    positions: dict[Any, int] = {}
-    for position, item in enumerate(items):
-        positions.setdefault(item, position)
-    groups = {item: group for group, item in enumerate(positions)}
-    return list(positions.values()), [groups[item] for item in items]
 
 
 class AudioSegments:
