@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("upstream", help="a checkout of upstream, or a git URL with @ and a tag")
     parser.add_argument("--models", default="", help="only these directories of tests/models, separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds that a test may take")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that a test may take")
     parser.add_argument("--everything", action="store_true", help="also what compiles, and statistics of watermarks")
     parser.add_argument("--oracle", type=Path, default=REPOSITORY / "build" / "oracle", help="where upstream lies")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "build" / "upstream-tests", help="records, logs")
