@@ -10,6 +10,7 @@ from utils.fork.codemod import (
     AddBase,
     AddImport,
     AddParameter,
+    AddToDocstring,
     Edit,
     EditError,
     RedirectCall,
@@ -356,3 +357,56 @@ def test_edits_build_on_each_other():
     ]
     check("def f():\n    return a()\n", "def f():\n    return c\n", *edits)
     check_error("def f():\n    return a()\n", "statement `return b(n=1)` found 0 times", *reversed(edits))
+
+
+class TestAddToDocstring:
+    BEFORE = '''\
+        class Config:
+            """
+            About it.
+
+            Args:
+                first (`int`): One.
+
+                > Others
+                second (`int`): Two.
+            """
+
+            first = 1
+        '''
+
+    def test_entry_comes_before_the_line(self):
+        after = '''\
+            class Config:
+                """
+                About it.
+
+                Args:
+                    first (`int`): One.
+
+                    third (`int`):
+                        Three.
+
+                    > Others
+                    second (`int`): Two.
+                """
+
+                first = 1
+            '''
+        text = """
+            third (`int`):
+                Three.
+        """
+        check(self.BEFORE, after, make(AddToDocstring, scope="Config", before="> Others", text=text))
+
+    def test_line_of_an_entry(self):
+        edit = make(AddToDocstring, scope="Config", before="second (`int`): Two.", text="more", is_entry=False)
+        check(self.BEFORE, self.BEFORE.replace("        second", "        more\n                second"), edit)
+
+    def test_line_must_be_there_once(self):
+        edit = make(AddToDocstring, scope="Config", before="> Elsewhere", text="more")
+        check_error(self.BEFORE, "line `> Elsewhere` found 0 times in the docstring", edit)
+
+    def test_docstring_must_be_there(self):
+        edit = make(AddToDocstring, scope="f", before="a", text="more")
+        check_error("def f():\n    return 1\n", "AddToDocstring(module.py:f): there is no docstring", edit)

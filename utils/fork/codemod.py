@@ -319,6 +319,33 @@ class ReplaceExpression(Edit):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AddToDocstring(Edit):
+    """
+    Adds the lines `text`, and a blank one if `is_entry`, to the docstring of the definition that is the scope, in front
+    of its one line `before`.
+    """
+
+    before: str
+    text: str
+    is_entry: bool = True
+
+    def change(self, node: cst.CSTNode) -> cst.CSTNode:
+        if node.get_docstring() is None:
+            raise EditError("there is no docstring")
+        statement = node.body.body[0]
+        lines = statement.body[0].value.value.split("\n")
+        found = [position for position, line in enumerate(lines) if line.strip() == self.before]
+        if len(found) != 1:
+            raise EditError(f"line `{self.before}` found {len(found)} times in the docstring")
+        indentation = lines[found[0]].removesuffix(self.before)
+        text = textwrap.indent(textwrap.dedent(self.text).strip("\n"), indentation)
+        lines[found[0] : found[0]] = [*text.split("\n"), *([""] if self.is_entry else [])]
+        expression = statement.body[0].with_changes(value=cst.SimpleString("\n".join(lines)))
+        body = [statement.with_changes(body=[expression]), *node.body.body[1:]]
+        return node.with_changes(body=node.body.with_changes(body=body))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RemoveDefinition(Edit):
     """Removes the function or class `name` from the scope, with the comments in front of it."""
 

@@ -3,7 +3,16 @@ The declared edits of upstream's files: everything in which a file of the built 
 release. Each one says why it is needed. Logic lives in the modules under `src/transformers/`, not here.
 """
 
-from .codemod import AddBase, AddImport, AddParameter, Edit, RedirectCall, ReplaceExpression, ReplaceStatement
+from .codemod import (
+    AddBase,
+    AddImport,
+    AddParameter,
+    AddToDocstring,
+    Edit,
+    RedirectCall,
+    ReplaceExpression,
+    ReplaceStatement,
+)
 
 
 GENERATE = "GenerationMixin.generate"
@@ -151,6 +160,20 @@ GENERATION_EDITS = [
         statement="from .prompt_expansion import validate_prompt_expansion",
         reason="validation of the `prompt_expansion` knob",
     ),
+    AddToDocstring(
+        path="generation/configuration_utils.py",
+        scope="GenerationConfig",
+        before="> Parameters for manipulation of the model output logits",
+        text="""
+            prompt_expansion (`str`, *optional*, defaults to `"auto"`):
+                How a prompt becomes the rows of its beams, or of several returned sequences:
+                - `"recompute"` repeats the prompt and forwards each copy.
+                - `"copy"` forwards the prompt once and repeats its cache.
+                - `"auto"` takes the cheapest way that works, and logs it with the reason at level info.
+                A way that doesn't work here raises a `ValueError`.
+        """,
+        reason="the knob is documented where all others are",
+    ),
     ReplaceStatement(
         path="generation/configuration_utils.py",
         scope="GenerationConfig.__init__",
@@ -166,7 +189,7 @@ GENERATION_EDITS = [
         scope="GenerationConfig.validate",
         old="minor_issues = {}",
         new="""
-            minor_issues = {}  # format: {attribute_name: issue_description}
+            minor_issues = {}
             validate_prompt_expansion(self.prompt_expansion)
         """,
         reason="a wrong value is refused before any forward pass",
@@ -514,6 +537,14 @@ WHISPER_EDITS = [
 ]
 
 SHARE_EDITS = [
+    AddToDocstring(
+        path="generation/configuration_utils.py",
+        scope="GenerationConfig",
+        before='- `"auto"` takes the cheapest way that works, and logs it with the reason at level info.',
+        text='- `"share"` forwards the prompt once and stores its keys and values once.',
+        is_entry=False,
+        reason="the knob is documented where all others are",
+    ),
     AddImport(
         path="generation/utils.py",
         after=".prefill",

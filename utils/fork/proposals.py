@@ -88,7 +88,7 @@ Tests compare all output fields, and the rows of the first forward, with prompts
 group beam search were made with release 4.55.4.
 
 To do when applied to a checkout: list `prefill_once` and `group_beam_search` in `docs/source/en/_toctree.yml`, under
-"Generate API", and `prompt_expansion` among the arguments in the docstring of `GenerationConfig`.
+"Generate API".
 """,
     edits=EDITS,
     pages={
@@ -118,8 +118,6 @@ logits, attentions, hidden states and cache. Fixes #27449.
 - Every cache class has `batch_repeat_interleave`. Static buffers keep their address when rows are repeated or reordered.
 
 Tests compare all output fields, and the rows of the first forward, with prompts that are expanded first.
-
-To do when applied to a checkout: list `prompt_expansion` among the arguments in the docstring of `GenerationConfig`.
 """,
     edits=[*GENERATION_EDITS, *CACHE_EDITS],
     modules=[
