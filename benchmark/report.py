@@ -140,7 +140,8 @@ def _plot(series: dict[str, list[tuple[float, ...]]], x_label: str, y_label: str
 
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    for engine, points in series.items():
+    for engine in (engine for engine in COLORS if engine in series):
+        points = series[engine]
         x, middle, low, high = zip(*points)
         spread = [[m - value for m, value in zip(middle, low)], [value - m for m, value in zip(middle, high)]]
         axes.errorbar(x, middle, yerr=spread, label=engine, color=COLORS[engine], marker="o", markersize=4, capsize=2)
