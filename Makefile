@@ -81,10 +81,10 @@ rebase: $(VENV)/.dev
 	$(PY) -m utils.fork.rebase $(or $(VERSION),$(error VERSION is missing: make rebase VERSION=5.25.0))
 
 # The fork as a patch for upstream's repository, and the part of it that a first pull request should contain
-patch: $(ORACLE)/.transformers-$(UPSTREAM)
+patch: $(ORACLE)/.transformers-$(PIN)
 	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --output build/prefill-once.patch
 
-patch-minimal: $(ORACLE)/.transformers-$(UPSTREAM)
+patch-minimal: $(ORACLE)/.transformers-$(PIN)
 	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --proposal minimal \
 		--output build/prefill-once-minimal.patch
 
