@@ -203,7 +203,7 @@ def cases(draw, repeated: bool = False) -> Case:
     return case
 
 
-def assert_same_as_upstream(case: Case, tolerance: float = 1e-5) -> None:
+def assert_same_as_upstream(case: Case) -> None:
     note(repr(case))
     with strategies() as taken:
         ours = run_case(case, prefix_repeats=1)
@@ -215,9 +215,12 @@ def assert_same_as_upstream(case: Case, tolerance: float = 1e-5) -> None:
         assert ours == theirs
         return
     ours, theirs = load(ours[1]), load(theirs[1])
-    event("equal rows" if case.prefilled_rows() < len(case.input_ids) else "output")
+    has_equal_rows = case.prefilled_rows() < len(case.input_ids)
+    event("equal rows" if has_equal_rows else "output")
     assert ours["rows"] == case.prefilled_rows()
     assert theirs["rows"] == len(case.input_ids) * case.expand_size
+    # Up to 28 rows become one, whose products round differently; hidden states, keys and values reach 30
+    tolerance = 1e-4 if has_equal_rows else 1e-5
     if case.arguments.get("cache_implementation") == "quantized":
         # Numbers that differ in their last digit may be stored as neighbours among those of 8 bits, 1/16 apart
         tolerance = 0.05
@@ -231,5 +234,4 @@ def test_same_as_upstream(case: Case):
 
 @given(cases(repeated=True))
 def test_same_as_upstream_with_repeated_prompts(case: Case):
-    # Up to 28 rows become one, whose products round differently, and keys and values reach 30
-    assert_same_as_upstream(case, tolerance=1e-4)
+    assert_same_as_upstream(case)
