@@ -219,7 +219,7 @@ def assert_same_as_upstream(case: Case) -> None:
     event("equal rows" if has_equal_rows else "output")
     assert ours["rows"] == case.prefilled_rows()
     assert theirs["rows"] == len(case.input_ids) * case.expand_size
-    # Up to 28 rows become one, whose products round differently; hidden states, keys and values reach 30
+    # Up to 28 rows become one, whose products round differently; hidden states, keys and values reach 16 to 30
     tolerance = 1e-4 if has_equal_rows else 1e-5
     if case.arguments.get("cache_implementation") == "quantized":
         # Numbers that differ in their last digit may be stored as neighbours among those of 8 bits, 1/16 apart
