@@ -30,6 +30,7 @@ MODES = {
 }
 # Layers have some of these: attention keys and values, linear attention states by position
 CACHED_STATES = ("keys", "values", "conv_states", "recurrent_states")
+STATES = ("hidden_states", "decoder_hidden_states", "encoder_hidden_states", "cache")
 ALL_OUTPUTS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 _oracle: Oracle | None = None
@@ -164,16 +165,24 @@ def run_both(
     return load(ours), load(oracle().run(run, name, batch_size, arguments, **kwargs))
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+def assert_same(
+    ours: dict[str, torch.Tensor],
+    theirs: dict[str, torch.Tensor],
+    tolerance: float = 1e-5,
+    state_tolerance: float | None = None,
+) -> None:
     """
-    Asserts that all output fields agree: integers are equal, floating-point numbers to `tolerance`. The counts that
-    are meant to differ (`rows`, `prefill_flops`) are left to the caller.
+    Asserts that all output fields agree: integers are equal, floating-point numbers to `tolerance`, hidden states and
+    caches to `state_tolerance` (by default the same). The counts that are meant to differ (`rows`, `prefill_flops`) are
+    left to the caller.
     """
     counts = {"rows", "prefill_flops"}
     assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     for key in sorted(ours.keys() - counts, key=lambda key: (key != "sequences", key)):
         if theirs[key].is_floating_point():
-            torch.testing.assert_close(ours[key], theirs[key], atol=tolerance, rtol=tolerance, msg=_difference(key))
+            is_state = state_tolerance is not None and key.partition(".")[0] in STATES
+            limit = state_tolerance if is_state else tolerance
+            torch.testing.assert_close(ours[key], theirs[key], atol=limit, rtol=limit, msg=_difference(key))
         else:
             assert torch.equal(ours[key], theirs[key]), f"{key}:\n{ours[key]}\n{theirs[key]}"
 

@@ -224,7 +224,8 @@ def assert_same_as_upstream(case: Case) -> None:
     if case.arguments.get("cache_implementation") == "quantized":
         # Numbers that differ in their last digit may be stored as neighbours among those of 8 bits, 1/16 apart
         tolerance = 0.05
-    assert_same(ours, theirs, tolerance)
+    # Deep random models amplify rounding on the way; what comes out is normalized
+    assert_same(ours, theirs, tolerance, state_tolerance=max(tolerance, 1e-4))
 
 
 @given(cases())
