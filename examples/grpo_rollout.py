@@ -31,11 +31,12 @@ from long_prompt_beams import (
     load,
     read_prompt,
     recorded,
+    run_command,
     status,
     synchronize,
 )
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -173,8 +174,6 @@ def print_report(rollouts: dict[str, Rollout]) -> bool:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Does what the command line asks for. Returns whether both modes gave the same tokens."""
-    if not hasattr(GenerationConfig(), "prompt_expansion"):
-        raise UsageError("this transformers has no `prompt_expansion`: install the fork with `pip install .`")
     text = read_prompt(arguments.prompt_file)
     model, tokenizer = load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
     prompts = cut_prompts(tokenizer(text).input_ids, arguments.num_prompts, arguments.prompt_tokens)
@@ -202,13 +201,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, completions: torch.Tensor) -> lis
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    try:
-        same = run(arguments)
-    except UsageError as error:
-        parser.error(str(error))
-    return 0 if same else 1
+    return run_command(build_parser(), run, argv)
 
 
 if __name__ == "__main__":

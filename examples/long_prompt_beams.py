@@ -320,8 +320,6 @@ def print_report(measurements: dict[str, Measurement], tokenizer: PreTrainedToke
 
 def run(arguments: argparse.Namespace) -> bool:
     """Does what the command line asks for. Returns whether both modes gave the same tokens."""
-    if not hasattr(GenerationConfig(), "prompt_expansion"):
-        raise UsageError("this transformers has no `prompt_expansion`: install the fork with `pip install .`")
     prompt = read_prompt(arguments.prompt_file)
     model, tokenizer = load(arguments.model, arguments.device, getattr(torch, arguments.dtype))
     inputs = dict(tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(arguments.device))
@@ -336,14 +334,22 @@ def run(arguments: argparse.Namespace) -> bool:
     return print_report(measurements, tokenizer, prompt_length)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
+def run_command(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], bool], argv: list[str] | None
+) -> int:
+    """Runs an example that needs the fork. Returns the exit status: 0 if its modes gave the same tokens, 1 if not."""
     arguments = parser.parse_args(argv)
     try:
+        if not hasattr(GenerationConfig(), "prompt_expansion"):
+            raise UsageError("this transformers has no `prompt_expansion`: install the fork with `pip install .`")
         same = run(arguments)
     except UsageError as error:
         parser.error(str(error))
     return 0 if same else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(build_parser(), run, argv)
 
 
 if __name__ == "__main__":
