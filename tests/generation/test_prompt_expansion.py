@@ -19,6 +19,7 @@ from transformers.generation import prefill_hooks, prompt_sharing
 from transformers.utils import logging as transformers_logging
 
 from .runs import ALL_OUTPUTS, MODES, assert_same, forwarded, run_both
+from .test_shared_prefix_attention import Operators
 from .tiny_models import build_inputs, build_model
 
 
@@ -143,6 +144,27 @@ class ShareTest(ExpansionTestCase):
         prompt = 2 * 60 * 2 * 2 * (2 if name == "llama" else 4) * 8 * 4
         self.assertGreaterEqual(copied[1], 8 * prompt)
         self.assertLess(shared[-1], 2 * prompt)
+
+    @parameterized.expand(product(("llama", "gemma3"), MODES))
+    def test_no_step_makes_floats_for_all_rows_and_tokens(self, name: str, mode: str):
+        """What has N rows of L columns in a step are tokens and masks alone, which `generate` hands from step to step."""
+        repeats, length = 8, 600
+        inputs = build_inputs(name, 2, length=length)
+        arguments = {**MODES[mode](repeats), "max_new_tokens": 5, "eos_token_id": None}
+        largest = {}
+        for strategy in ("share", "copy"):
+            model = build_model(name)
+            with Operators() as operators, forwarded(model) as shapes:
+
+                def start_again(*_):
+                    if len(shapes) < 3:  # up to the first step, the prefill and its expansion are done
+                        operators.largest_float = 0
+
+                model.register_forward_pre_hook(start_again)
+                model.generate(**inputs, **arguments, prompt_expansion=strategy)
+            largest[strategy] = operators.largest_float
+        self.assertLess(largest["share"], 2 * repeats * length)
+        self.assertGreater(largest["copy"], 2 * repeats * length)
 
     def test_prefix_is_never_moved(self):
         """The prompt's keys stay in the same memory from the prefill to the last step, and nobody reads a copy."""
