@@ -2,6 +2,7 @@
 """The peers, and the virtual environment of each, which is made when it is needed first."""
 
 import subprocess
+import sys
 import venv
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,13 +78,13 @@ def install(requirements: Path, removed: tuple[str, ...], folder: Path, log: Pat
     python, installed = folder / "bin" / "python", folder / "installed.txt"
     wanted = requirements.read_text(encoding="utf-8")
     if not installed.exists() or installed.read_text(encoding="utf-8") != wanted:
-        venv.create(folder, clear=True, with_pip=True)
+        venv.create(folder, clear=True)
         steps = [["install", "--only-binary", ":all:", "--requirement", str(requirements)]]
         if removed:
             steps.append(["uninstall", "--yes", *removed])
         with log.open("w") as file:
             for step in steps:
-                command = [python, "-m", "pip", *step]
+                command = [sys.executable, "-m", "pip", "--python", python, *step]
                 if status := subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file):
                     told = last_lines(log)
                     raise PeerError(f"{requirements.name}: pip {step[0]} failed with exit code {status}: {told}")
