@@ -43,7 +43,7 @@ VERSIONS = {REFERENCE: UPSTREAM_VERSION, OURS: transformers.__version__}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
+    parser = argparse.ArgumentParser("python -m benchmark.peers", description=__doc__.split("\n\n")[0].strip())
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="(default: all)")
     add_workload_arguments(parser, lengths=[2048], sequences=[1, 6])
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the results (default: %(default)s)")

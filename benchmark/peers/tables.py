@@ -6,8 +6,8 @@ from ..report import Cell, Line, group, median, ratio
 
 REFERENCE, OURS = "upstream", "share"
 HEADER = (
-    "| engine | version | precision | N | median s | min - max | CPU s | / own N = 1 | / upstream, N = 1 "
-    "| best beam |\n|" + " --- |" * 10
+    "| engine | version | precision | N | median s | min - max | CPU s | / own N = 1 | CPU / own N = 1 "
+    "| / upstream, N = 1 | best beam |\n|" + " --- |" * 11
 )
 EXPLANATION = (
     'Ratios are of median wall times. "Best beam": whether its tokens are those of `share` with as many beams, which '
@@ -38,7 +38,9 @@ def render_tables(lines: list[Line]) -> str:
 def _row(cell: Cell, cells: dict[Cell, list[Line]]) -> str:
     mode, length, num_sequences, engine = cell
     runs = cells[cell]
+    own = cells.get((mode, length, 1, engine))
     seconds, times = median(runs), [run["seconds"] for run in runs]
+    cpu_seconds = median(runs, "cpu_seconds")
     fields = [
         engine,
         runs[0]["version"],
@@ -46,8 +48,9 @@ def _row(cell: Cell, cells: dict[Cell, list[Line]]) -> str:
         str(num_sequences),
         f"{seconds:.2f}",
         f"{min(times):.2f} - {max(times):.2f}",
-        f"{median(runs, 'cpu_seconds'):.2f}",
-        ratio(seconds, median(cells.get((mode, length, 1, engine)))),
+        f"{cpu_seconds:.2f}",
+        ratio(seconds, median(own)),
+        ratio(cpu_seconds, median(own, "cpu_seconds")),
         ratio(seconds, median(cells.get((mode, length, 1, REFERENCE)))),
         best_beam(runs, cells.get((mode, length, num_sequences, OURS))) if mode == "beam" else "",
     ]

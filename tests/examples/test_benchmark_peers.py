@@ -196,7 +196,7 @@ def line(engine: str, count: int, run: int, seconds: float, tokens: list[int], m
         "num_sequences": count,
         "new_tokens": 3,
         "seconds": seconds,
-        "cpu_seconds": 2 * seconds,
+        "cpu_seconds": seconds**2,
         "tokens": [tokens] * count,
         "load": seconds / 10,
     }
@@ -216,12 +216,12 @@ LINES = [
 class TablesTest(unittest.TestCase):
     def test_tables(self):
         rows = [
-            "| upstream | 1.0 | float32 | 1 | 3.00 | 2.00 - 4.00 | 6.00 | 1.00 | 1.00 |  |",
-            "| share | 1.0 | float32 | 6 | 3.30 | 3.30 - 3.30 | 6.60 |  | 1.10 | same |",
-            "| other | 1.0 | float32 | 1 | 5.00 | 5.00 - 5.00 | 10.00 | 1.00 | 1.67 |  |",
-            "| other | 1.0 | float32 | 6 | 6.50 | 6.00 - 7.00 | 13.00 | 1.30 | 2.17 | first 1 of 3 |",
+            "| upstream | 1.0 | float32 | 1 | 3.00 | 2.00 - 4.00 | 9.00 | 1.00 | 1.00 | 1.00 |  |",
+            "| share | 1.0 | float32 | 6 | 3.30 | 3.30 - 3.30 | 10.89 |  |  | 1.10 | same |",
+            "| other | 1.0 | float32 | 1 | 5.00 | 5.00 - 5.00 | 25.00 | 1.00 | 1.00 | 1.67 |  |",
+            "| other | 1.0 | float32 | 6 | 6.50 | 6.00 - 7.00 | 42.50 | 1.30 | 1.70 | 2.17 | first 1 of 3 |",
         ]
-        sample = "| other | 1.0 | float32 | 6 | 6.00 | 6.00 - 6.00 | 12.00 |  |  |  |"
+        sample = "| other | 1.0 | float32 | 6 | 6.00 | 6.00 - 6.00 | 36.00 |  |  |  |  |"
         expected = [
             "a-model. device: a processor, threads: 2. Load of the machine: 0.2 to 0.7.\n",
             f"## beam, L = 64, 3 new tokens\n\n{HEADER}",
