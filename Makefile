@@ -11,7 +11,7 @@ export PIP_COMPILE := 0
 # hqq would look for a CUDA compiler while it is installed
 export DISABLE_CUDA := 1
 
-.PHONY: develop test test-upstream fuzz demo bench patch patch-minimal lint format wheel drift rebase clean
+.PHONY: develop test test-upstream fuzz demo bench bench-peers patch patch-minimal lint format wheel drift rebase clean
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +60,10 @@ $(VENV)/.benchmark: benchmark/requirements.txt $(VENV)/.examples
 # Upstream against the fork: make bench ARGUMENTS="--lengths 2048 --sequences 1 6"
 bench: develop $(VENV)/.benchmark
 	OMP_WAIT_POLICY=PASSIVE $(PY) -m benchmark.prefill $(ARGUMENTS)
+
+# Other engines on the same workload, each in an environment of its own: make bench-peers ARGUMENTS="--peers ctranslate2"
+bench-peers: develop $(VENV)/.benchmark
+	OMP_WAIT_POLICY=PASSIVE $(PY) -m benchmark.peers $(ARGUMENTS)
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff format --check .

@@ -1,14 +1,11 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """One call of `generate`, timed. Runs with the fork and, in a process of its own, with pristine upstream."""
 
-import ctypes
 import functools
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.long_prompt_beams import DEFAULT_PROMPT, Measurement, load, recorded, synchronize
 from transformers import PreTrainedModel
+
+from .resident_memory import forget_peak, resident_bytes
 
 
 MODES = ("beam", "sample")
@@ -151,20 +150,11 @@ def peak_memory(device: torch.device) -> Iterator[dict[str, int]]:
         before = torch.cuda.memory_allocated(device)
         yield growth
         growth["bytes"] = torch.cuda.max_memory_allocated(device) - before
-    elif device.type == "cpu" and sys.platform == "linux":
-        # What the allocator kept from the call before would not be missed now
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
-        before = _status_bytes("VmRSS")
+    elif device.type == "cpu" and (before := forget_peak()) is not None:
         yield growth
-        growth["bytes"] = _status_bytes("VmHWM") - before
+        growth["bytes"] = resident_bytes(peak=True) - before
     else:
         yield growth
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def prefill_flops(subject: Subject, rows: int, length: int) -> int:

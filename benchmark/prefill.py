@@ -44,11 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
     parser.add_argument("--model", help="a local folder or a hub name (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="(default: all)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="(default: all)")
-    parser.add_argument("--lengths", nargs="+", type=at_least(1), default=[512, 1024, 2048, 4096], metavar="L")
-    parser.add_argument("--sequences", nargs="+", type=at_least(1), default=[1, 4, 6, 16, 32], metavar="N")
-    parser.add_argument("--new-tokens", type=at_least(1), default=15, metavar="T", help="(default: 15)")
-    parser.add_argument("--repeats", type=at_least(1), default=3, help="runs of each engine (default: 3)")
+    add_workload_arguments(parser, lengths=[512, 1024, 2048, 4096], sequences=[1, 4, 6, 16, 32])
     parser.add_argument("--device", default="cpu", help="(default: cpu)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument(
@@ -61,6 +57,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the results (default: %(default)s)")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only make tables and pictures from these results")
     return parser
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser, lengths: list[int], sequences: list[int]) -> None:
+    """Adds what a grid of workloads is made of, with these defaults."""
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="(default: all)")
+    parser.add_argument("--lengths", nargs="+", type=at_least(1), default=lengths, metavar="L")
+    parser.add_argument("--sequences", nargs="+", type=at_least(1), default=sequences, metavar="N")
+    parser.add_argument("--new-tokens", type=at_least(1), default=15, metavar="T", help="(default: 15)")
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="runs of each engine (default: 3)")
 
 
 def workloads(arguments: argparse.Namespace) -> Iterator[tuple[Workload, str]]:
