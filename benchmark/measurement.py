@@ -57,6 +57,7 @@ class Result:
 
     Args:
         seconds (`float`): Time of the call.
+        cpu_seconds (`float`): Time that the process had a core in it, all threads together: what other load changes least.
         prefill_seconds (`float`): Time of its first forward pass.
         rows (`int`): Rows of its first forward pass.
         cache_bytes (`int`): The most that the cache held after any forward pass.
@@ -66,6 +67,7 @@ class Result:
     """
 
     seconds: float
+    cpu_seconds: float
     prefill_seconds: float
     rows: int
     cache_bytes: int
@@ -104,12 +106,13 @@ def generate(subject: Subject, workload: Workload, prompt_expansion: str | None)
     torch.manual_seed(0)
     measurement = Measurement()
     with recorded(model, measurement), timed_prefill(model) as prefill, peak_memory(model.device) as memory:
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         sequences = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
         synchronize(model.device)
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     return Result(
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         prefill_seconds=prefill["seconds"],
         rows=measurement.forwards[0][0],
         cache_bytes=measurement.peak_cache_bytes,

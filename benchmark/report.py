@@ -11,8 +11,8 @@ Line = dict[str, Any]
 Cell = tuple[str, int, int, str]  # mode, L, N, engine
 COLORS = {"upstream": "#4d4d4d", "recompute": "#b0b0b0", "copy": "#e08214", "share": "#2166ac"}
 HEADER = (
-    "| N | engine | median s | min - max | / upstream, same N | / upstream, N = 1 | prefill s | rows | prefill TFLOP "
-    "| KV MiB | peak MiB | same tokens |\n|" + " --- |" * 12
+    "| N | engine | median s | min - max | / upstream, same N | / upstream, N = 1 | CPU s | CPU / upstream, N = 1 "
+    "| prefill s | rows | prefill TFLOP | KV MiB | peak MiB | same tokens |\n|" + " --- |" * 14
 )
 
 
@@ -61,14 +61,17 @@ def render_tables(lines: list[Line]) -> str:
 def _row(cell: Cell, runs: list[Line], cells: dict[Cell, list[Line]]) -> str:
     mode, length, num_sequences, engine = cell
     seconds, times = median(runs), [run["seconds"] for run in runs]
-    reference = cells.get((mode, length, num_sequences, "upstream"))
+    cpu_seconds = median(runs, "cpu_seconds")
+    reference, one = (cells.get((mode, length, count, "upstream")) for count in (num_sequences, 1))
     fields = [
         str(num_sequences),
         engine,
         f"{seconds:.2f}",
         f"{min(times):.2f} - {max(times):.2f}",
         ratio(seconds, median(reference)),
-        ratio(seconds, median(cells.get((mode, length, 1, "upstream")))),
+        ratio(seconds, median(one)),
+        f"{cpu_seconds:.2f}",
+        ratio(cpu_seconds, median(one, "cpu_seconds")),
         f"{median(runs, 'prefill_seconds'):.2f}",
         str(runs[0]["rows"]),
         f"{runs[0]['prefill_flops'] / 1e12:.3f}",

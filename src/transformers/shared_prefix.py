@@ -19,6 +19,9 @@ which models do. Where `update` gets no `kwargs` there is no way to hand over an
 its prefix on the spot (it materializes) and goes on as an ordinary layer. Reading `keys` or `values` makes a copy of all
 rows as well, but leaves the layer shared.
 
+Of a static layer, the part that the prompt has filled is the prefix, and the suffix gets a buffer with the room that is left:
+no shape changes while decoding, so that compiled code goes on.
+
 Cross-attention keys and values don't grow. Their layer holds B rows, and `keys` and `values` are just these: modules read
 them there while decoding, and the attention function folds the queries.
 
@@ -29,9 +32,16 @@ import weakref
 
 import torch
 
-from .cache_expansion import check_repeats
-from .cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from .cache_expansion import check_repeats, take_rows
+from .cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+)
 from .integrations.shared_prefix_attention import SharedPrefix
+from .utils import is_torchdynamo_compiling
 
 
 MINIMAL_GROWTH = 4
@@ -349,7 +359,9 @@ class SharedPrefixLayer(DynamicLayer):
         if from_prefix > 0:
             if from_prefix < self._keys.prefix_length:
                 prefix = tuple(states[:, :, -from_prefix:] for states in prefix)
-            self._handed_over = module_kwargs["shared_prefix"] = SharedPrefix(*prefix, self.repeats)
+            module_kwargs["shared_prefix"] = SharedPrefix(*prefix, self.repeats)
+            # Compiled code would depend on what the call before has left here
+            self._handed_over = None if is_torchdynamo_compiling() else module_kwargs["shared_prefix"]
         return suffix
 
     def get_seq_length(self) -> int:
@@ -396,12 +408,12 @@ class SharedPrefixLayer(DynamicLayer):
         Reorders the rows: row `i` becomes what row `beam_idx[i]` was. As long as every row stays with its item, only the
         suffix is copied.
         """
-        if self.get_seq_length() > 0:
+        if self._keys.length > 0:
             self._take_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each of the B * N rows `repeats` times. Only the suffix is copied."""
-        if check_repeats(repeats) == 1 or self.get_seq_length() == 0:
+        if check_repeats(repeats) == 1 or self._keys.length == 0:
             return
         rows = self.cached_rows()
         for states in self._states:
@@ -411,7 +423,7 @@ class SharedPrefixLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` alone, in their order. They may be given in any way that a tensor can be indexed."""
-        if self.get_seq_length() > 0:
+        if self._keys.length > 0:
             self._take_rows(torch.arange(self.cached_rows(), device=getattr(indices, "device", None))[indices])
 
     def _take_rows(self, rows: torch.LongTensor) -> None:
@@ -538,11 +550,157 @@ class SharedCrossAttentionLayer(SharedPrefixLayer):
         return super().update(key_states, value_states)
 
 
+def _mark_static(buffer: torch.Tensor) -> torch.Tensor:
+    """Tells compiled code that the buffer stays where it is."""
+    if not is_torchdynamo_compiling():
+        torch._dynamo.mark_static_address(buffer)
+    return buffer
+
+
+class _StaticSharedStates(_SharedStates):
+    """
+    Keys or values whose suffix is a static buffer, which counts as a whole, filled or not.
+
+    Args:
+        prefix (`torch.Tensor` of shape `(B, H, L, D)`, *optional*): The prefix, which is kept as it is.
+        repeats (`int`, *optional*, defaults to 1): Number N of rows per batch item.
+        room (`int`, *optional*, defaults to 0): Number of tokens for which the suffix has room.
+    """
+
+    def __init__(self, prefix: torch.Tensor | None = None, repeats: int = 1, room: int = 0):
+        super().__init__(prefix if prefix is None else _mark_static(prefix))
+        if prefix is not None:
+            items, heads, _, size = prefix.shape
+            self.buffer, self.stop = _mark_static(prefix.new_zeros(items * repeats, heads, room, size)), room
+
+    def replace(self, states: torch.Tensor | None) -> None:
+        super().replace(states if states is None else _mark_static(states))
+
+    def write(self, states: torch.Tensor, positions: torch.LongTensor) -> None:
+        """Writes `(B * N, H, Q, D)` to the positions `(Q,)` of the suffix."""
+        self.buffer.index_copy_(2, positions, states)
+
+    def take_suffix_rows(self, indices: torch.LongTensor) -> None:
+        """Takes the rows `indices` of the suffix, where it lies if their number stays the same."""
+        if self.buffer is not None:
+            self.buffer = take_rows(self.buffer, indices)
+
+
+class StaticSharedPrefixLayer(SharedPrefixLayer):
+    """
+    A static layer of M tokens whose first L tokens, those that the prefill has written, N rows share. The suffix
+    `(B * N, H, M - L, D)` is a buffer of its own. Masks have M columns, as those of the ordinary static layer.
+
+    Attributes:
+        max_cache_len (`int`): Number M of tokens for which a row has room, the prefix included.
+        cumulative_length (`torch.LongTensor` of shape `()`): Number of tokens of a row so far, at least L.
+    """
+
+    is_compileable = True
+    get_mask_sizes = StaticLayer.get_mask_sizes
+    get_seq_length = StaticLayer.get_seq_length
+    get_max_length = StaticLayer.get_max_length
+
+    def __init__(self, max_cache_len: int, **kwargs):
+        super().__init__(**kwargs)
+        self._keys, self._values = _StaticSharedStates(), _StaticSharedStates()
+        self.max_cache_len, self.cumulative_length = max_cache_len, torch.tensor(0, dtype=int)
+
+    @classmethod
+    def from_layer(cls, layer: StaticLayer, repeats: int, suffix_length: int = 0) -> "StaticSharedPrefixLayer":
+        """
+        As [`SharedPrefixLayer.from_layer`]. The suffix has the room that the static layer has left, whatever
+        `suffix_length` is.
+        """
+        shared = super().from_layer(layer, repeats)
+        length = int(layer.cumulative_length)
+        shared._keys, shared._values = (
+            _StaticSharedStates(states.prefix[:, :, :length], repeats, layer.max_cache_len - length)
+            for states in shared._states
+        )
+        # Advanced in place, as that of the layer that is left as it is
+        shared.cumulative_length = _mark_static(layer.cumulative_length.clone())
+        return shared
+
+    @classmethod
+    def _like(cls, layer: StaticLayer) -> "StaticSharedPrefixLayer":
+        return cls(layer.max_cache_len)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of rows that the layer stands for."""
+        return self.cached_rows()
+
+    def materialize(self) -> StaticLayer:
+        return _make_static_layer(self, self.max_cache_len, self.cumulative_length)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`SharedPrefixLayer.update`]. The suffix comes with all of its room: the mask hides what is not filled."""
+        self._check_update(key_states, value_states)
+        module_kwargs = kwargs.get("kwargs")
+        if module_kwargs is None:
+            self._materialize_rows()
+        added = key_states.shape[-2]
+        positions = torch.arange(added, device=self.device) + (self.cumulative_length - self._keys.prefix_length)
+        self.cumulative_length.add_(added)
+        self._keys.write(key_states, positions)
+        self._values.write(value_states, positions)
+        return self._hand_over(module_kwargs, None)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Removes the newest tokens. Nothing is copied, unless some of them belong to the prefix.
+
+        Args:
+            tokens_to_remove (`int`): Minus the number of tokens to remove.
+
+        Raises:
+            `RuntimeError`: If `tokens_to_remove` is positive.
+        """
+        if self.cumulative_length + tokens_to_remove < self._keys.prefix_length:
+            self._materialize_rows()
+        StaticLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        """Empties the layer. It is an ordinary one from now on, with as many rows."""
+        rows = self.cached_rows()
+        for states in self._states:
+            _, heads, _, size = states.buffer.shape
+            states.replace(states.buffer.new_zeros(rows, heads, self.max_cache_len, size))
+        self.repeats, self._handed_over = 1, None
+        self.cumulative_length.zero_()
+
+
+class StaticSharedCrossAttentionLayer(SharedCrossAttentionLayer):
+    """A static layer of cross-attention, whose encoder keys and values N rows of the decoder share."""
+
+    is_compileable = True
+
+    def materialize(self) -> StaticLayer:
+        return _make_static_layer(self, self._keys.length, torch.tensor(self._keys.length))
+
+
+def _make_static_layer(shared: SharedPrefixLayer, max_cache_len: int, length: torch.LongTensor) -> StaticLayer:
+    """Makes a static layer with the rows of a shared one."""
+    shared._check_read()
+    plain = StaticLayer(max_cache_len)
+    if shared._keys.tensors:
+        keys, values = (states.rows(shared.repeats) for states in shared._states)
+        plain.lazy_initialization(keys, values)
+        plain.keys.copy_(keys)
+        plain.values.copy_(values)
+        plain.cumulative_length.copy_(length)
+    return plain
+
+
 SELF_ATTENTION_LAYERS = {
     DynamicLayer: SharedPrefixLayer,
     DynamicSlidingWindowLayer: SharedPrefixSlidingWindowLayer,
+    StaticLayer: StaticSharedPrefixLayer,
 }
-CROSS_ATTENTION_LAYERS = {DynamicLayer: SharedCrossAttentionLayer}
+CROSS_ATTENTION_LAYERS = {DynamicLayer: SharedCrossAttentionLayer, StaticLayer: StaticSharedCrossAttentionLayer}
 
 
 def cannot_share_cache(cache: Cache) -> str | None:
@@ -564,7 +722,7 @@ def cannot_share_cache(cache: Cache) -> str | None:
         return f"a {type(cache).__name__} has states beside those of its layers"
     kinds = {type(layer) for layer in cache.layers} or {cache.layer_class_to_replicate}
     if kinds.isdisjoint(SELF_ATTENTION_LAYERS) and not any(issubclass(kind, SharedPrefixLayer) for kind in kinds):
-        return f"none of the layers of the {type(cache).__name__} is a `DynamicLayer` or `DynamicSlidingWindowLayer`"
+        return f"none of the layers of the {type(cache).__name__} can be shared"
     return None
 
 
@@ -573,8 +731,8 @@ def share_cache(
 ) -> int:
     """
     Makes a cache of B rows stand for B * N rows, in place: what can be shared is shared, the other layers (and empty ones)
-    repeat their rows. Layers of exactly the classes `DynamicLayer` and `DynamicSlidingWindowLayer` can be shared; a layer
-    that is shared already stays so. A cache with states beside its layers repeats its rows as a whole.
+    repeat their rows. Layers of exactly the classes `DynamicLayer`, `DynamicSlidingWindowLayer` and `StaticLayer` can be
+    shared; a layer that is shared already stays so. A cache with states beside its layers repeats its rows as a whole.
 
     Args:
         cache ([`Cache`]): The cache after the prefill. It stays the same object with other layers.

@@ -14,12 +14,22 @@ from parameterized import parameterized
 
 import transformers
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers.shared_prefix import (
+    SELF_ATTENTION_LAYERS,
     SharedCrossAttentionLayer,
     SharedPrefixLayer,
     SharedPrefixSlidingWindowLayer,
+    StaticSharedCrossAttentionLayer,
+    StaticSharedPrefixLayer,
     cannot_share_cache,
     materialize_cache,
     share_cache,
@@ -30,6 +40,7 @@ from ..generation.tiny_models import DECODER_ONLY, ENCODER_DECODER, VOCABULARY, 
 
 
 HEADS, HEAD_DIM, VALUE_DIM = 2, 3, 4
+MAX_CACHE_LEN = 60
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,19 +49,22 @@ def tokens(rows: int, length: int, seed: int = 0) -> tuple[torch.Tensor, torch.T
     return tuple(torch.randn(rows, HEADS, length, size, generator=generator) for size in (HEAD_DIM, VALUE_DIM))
 
 
-def filled_layer(window: int | None, batch: int, length: int) -> DynamicLayer:
-    layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+def filled_layer(window: int | str | None, batch: int, length: int) -> CacheLayerMixin:
+    """A layer of full attention, of a window, or static."""
+    if window == "static":
+        layer = StaticLayer(MAX_CACHE_LEN)
+    else:
+        layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
     layer.update(*tokens(batch, length))
     return layer
 
 
 def shared_and_ordinary(
-    window: int | None = None, batch: int = 2, repeats: int = 3, length: int = 7, suffix_length: int = 0
-) -> tuple[SharedPrefixLayer, DynamicLayer]:
+    window: int | str | None = None, batch: int = 2, repeats: int = 3, length: int = 7, suffix_length: int = 0
+) -> tuple[SharedPrefixLayer, CacheLayerMixin]:
     """A shared layer, and upstream's of the same tokens, whose rows were repeated."""
     ordinary = filled_layer(window, batch, length)
-    shared_class = SharedPrefixLayer if window is None else SharedPrefixSlidingWindowLayer
-    shared = shared_class.from_layer(ordinary, repeats, suffix_length)
+    shared = SELF_ATTENTION_LAYERS[type(ordinary)].from_layer(ordinary, repeats, suffix_length)
     ordinary.batch_repeat_interleave(repeats)
     return shared, ordinary
 
@@ -274,6 +288,58 @@ class SharedSlidingWindowTest(unittest.TestCase):
             self.assertLessEqual(shared.suffix[0].untyped_storage().nbytes(), 2 * 5 * 6 * HEADS * HEAD_DIM * 4)
 
 
+class StaticSharedPrefixTest(unittest.TestCase):
+    def test_no_buffer_moves(self):
+        """The prefix is where the prefill wrote it, and the suffix where it was made, whatever is decoded."""
+        ordinary = filled_layer("static", 2, 7)
+        shared = StaticSharedPrefixLayer.from_layer(ordinary, 3)
+        self.assertEqual(
+            [storage(states) for states in shared.prefix], [storage(ordinary.keys), storage(ordinary.values)]
+        )
+        self.assertEqual([states.shape[:3] for states in shared.suffix], [(6, HEADS, MAX_CACHE_LEN - 7)] * 2)
+        buffers = [*shared.prefix, *shared.suffix, shared.cumulative_length]
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        # A suffix is a view of its buffer
+        marked = [getattr(buffer, "_base", None) if buffer.shape[:1] == (6,) else buffer for buffer in buffers]
+        self.assertTrue(all(hasattr(buffer, "_dynamo_static_input_type") for buffer in marked))
+        for step in range(5):
+            update(shared, tokens(6, 1, seed=step))
+            shared.reorder_cache(torch.tensor([2, 0, 1, 5, 5, 3]))
+        self.assertEqual(
+            [buffer.data_ptr() for buffer in (*shared.prefix, *shared.suffix, shared.cumulative_length)], addresses
+        )
+        self.assertEqual(shared.get_seq_length(), 12)
+        # The layer of the prefill is left as it is
+        self.assertEqual(ordinary.get_seq_length(), 7)
+
+    def test_bytes(self):
+        shared, _ = shared_and_ordinary("static")
+        token = HEADS * (HEAD_DIM + VALUE_DIM) * 4
+        self.assertEqual(shared.bytes_used, (2 * 7 + 6 * (MAX_CACHE_LEN - 7)) * token)
+        # The prefill's buffers had room for tokens to come, too
+        self.assertEqual(shared.bytes_reserved, (2 * MAX_CACHE_LEN + 6 * (MAX_CACHE_LEN - 7)) * token)
+
+    def test_more_tokens_than_room(self):
+        shared, ordinary = shared_and_ordinary("static", length=MAX_CACHE_LEN)
+        for layer in (shared, ordinary):
+            with self.assertRaises((IndexError, RuntimeError)):
+                layer.update(*tokens(6, 1), kwargs={})
+
+    def test_cross_attention(self):
+        cache = EncoderDecoderCache(*(Cache(layers=[filled_layer("static", 2, 7)]) for _ in range(2)))
+        keys = cache.cross_attention_cache.layers[0].keys
+        self.assertEqual(share_cache(cache, 3), 2)
+        self.assertTrue(cache.is_compileable)
+        cross = cache.cross_attention_cache.layers[0]
+        self.assertIs(type(cross), StaticSharedCrossAttentionLayer)
+        cache.reorder_cache(torch.tensor([0, 0, 1, 5, 4, 5]))
+        self.assertIs(cross.keys, keys)
+        materialize_cache(cache)
+        plain = cache.cross_attention_cache.layers[0]
+        self.assertIs(type(plain), StaticLayer)
+        self.assertTrue(torch.equal(plain.keys, keys.repeat_interleave(3, dim=0)))
+
+
 class ShareCacheTest(unittest.TestCase):
     def dynamic_cache(self, layers: int = 2, batch: int = 2) -> DynamicCache:
         cache = DynamicCache()
@@ -304,7 +370,7 @@ class ShareCacheTest(unittest.TestCase):
         self.assertEqual([(layer.repeats, layer.prefix[0].shape[0]) for layer in cache.layers], [(6, 2)] * 2)
 
     def test_layers_that_cannot_be_shared_repeat_their_rows(self):
-        static = StaticLayer(max_cache_len=10)
+        static = StaticSlidingWindowLayer(max_cache_len=10, sliding_window=8)
         static.update(*tokens(2, 7))
         one_token_window = filled_layer(1, 2, 7)
         cache = Cache(
@@ -313,7 +379,13 @@ class ShareCacheTest(unittest.TestCase):
         self.assertEqual(share_cache(cache, 3), 2)
         self.assertEqual(
             [type(layer) for layer in cache.layers],
-            [SharedPrefixLayer, StaticLayer, SharedPrefixSlidingWindowLayer, DynamicSlidingWindowLayer, DynamicLayer],
+            [
+                SharedPrefixLayer,
+                StaticSlidingWindowLayer,
+                SharedPrefixSlidingWindowLayer,
+                DynamicSlidingWindowLayer,
+                DynamicLayer,
+            ],
         )
         self.assertEqual([layer.keys.shape[0] for layer in cache.layers[:4]], [6] * 4)
 
@@ -374,9 +446,11 @@ class ShareCacheTest(unittest.TestCase):
         self.assertIs(type(cache.layers[0]), DynamicLayer)
 
     def test_what_can_be_told_before(self):
-        static = Cache(layers=[StaticLayer(max_cache_len=10)])
-        sliding = Cache(layers=[StaticLayer(max_cache_len=10), DynamicSlidingWindowLayer(4)])
-        for cache in (DynamicCache(), self.dynamic_cache(), sliding, EncoderDecoderCache(static, DynamicCache())):
+        static = Cache(layers=[StaticSlidingWindowLayer(10, 8)])
+        sliding = Cache(layers=[StaticSlidingWindowLayer(10, 8), DynamicSlidingWindowLayer(4)])
+        full = Cache(layers=[StaticLayer(max_cache_len=10)])
+        mixed = EncoderDecoderCache(static, DynamicCache())
+        for cache in (DynamicCache(), self.dynamic_cache(), sliding, full, mixed):
             self.assertIsNone(cannot_share_cache(cache))
         shared = self.dynamic_cache()
         share_cache(shared, 3)

@@ -30,12 +30,12 @@ CAUSAL, BIDIRECTIONAL = SimpleNamespace(is_causal=True), SimpleNamespace(is_caus
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that run, and the largest number of elements that one of them newly allocates."""
+    """Notes the operators that run, and the largest number of elements, or of floats, that one of them newly allocates."""
 
     def __init__(self):
         super().__init__()
         self.names: set[str] = set()
-        self.largest = 0
+        self.largest = self.largest_float = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -44,6 +44,8 @@ class Operators(TorchDispatchMode):
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
                 self.largest = max(self.largest, tensor.numel())
+                if tensor.is_floating_point():
+                    self.largest_float = max(self.largest_float, tensor.numel())
         return result
 
 

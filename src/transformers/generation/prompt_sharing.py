@@ -6,7 +6,7 @@ Prompt sharing: after a prefill on B rows, the prompt's keys and values stay sto
 
 from typing import TYPE_CHECKING, Any
 
-from ..cache_utils import DynamicCache, EncoderDecoderCache
+from ..cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 from ..shared_prefix import cannot_share_cache, materialize_cache, share_cache
 from ..shared_prefix_support import cannot_share
 from ..utils import ModelOutput
@@ -26,6 +26,9 @@ class PromptSharingMixin(PrefillMixin):
         if requested == "copy" or expand_size == 1:
             return super()._choose_cache_expansion(requested, expand_size, generation_config, model_kwargs)
         obstacle = self._why_not_share(generation_config, model_kwargs)
+        if obstacle is None and requested == "auto" and generation_config.cache_implementation == "static":
+            # Who asks for a static cache wants shapes that stay, also from one prompt to the next
+            obstacle = "decoding would be compiled for the length of each prompt; ask for 'share' if that is fine"
         return ("share", "the prompt's cache can be shared") if obstacle is None else ("copy", obstacle)
 
     def _why_not_share(self, generation_config: "GenerationConfig", model_kwargs: dict[str, Any]) -> str | None:
@@ -34,18 +37,21 @@ class PromptSharingMixin(PrefillMixin):
             return "there is no cache"
         if generation_config.output_attentions:
             return "attention weights are asked for"
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            return f"a {generation_config.cache_implementation!r} cache can't be shared"
+        if (implementation := generation_config.cache_implementation) not in (None, "dynamic", "static"):
+            return f"a {implementation!r} cache can't be shared"
         cache = model_kwargs.get("cache")
         if cache is None:
             if not self._supports_default_dynamic_cache():
                 return "the model doesn't keep keys and values in a `DynamicCache`"
             # What `generate` is going to make. In an encoder-decoder model, cross-attention gets plain layers beside it
-            cache = DynamicCache(config=self.config.get_text_config(decoder=True))
+            config = self.config.get_text_config(decoder=True)
+            cache = StaticCache(config, max_cache_len=1) if implementation == "static" else DynamicCache(config=config)
         parts = [cache]
         if isinstance(cache, EncoderDecoderCache):
             parts = [cache.self_attention_cache, cache.cross_attention_cache]
-        if any(type(part) is not DynamicCache or part.offloading for part in parts):
+        if model_kwargs.get("cache") is not None and any(
+            type(part) is not DynamicCache or part.offloading for part in parts
+        ):
             return "the cache passed in is not a plain `DynamicCache`"
         obstacles = {
             "self_attention": cannot_share(self, "self_attention") or cannot_share_cache(parts[0]),
