@@ -190,7 +190,7 @@ def modes(draw, share: bool) -> tuple[int, dict[str, Any]]:
 
 @st.composite
 def caches(draw, name: str, share: bool) -> dict[str, Any]:
-    """Arguments on the cache, and on chunks of the prefill. Dynamic caches alone are shared."""
+    """Arguments on the cache, and on chunks of the prefill. Every model that shares shares a dynamic one."""
     choices = [{}, {}, {"cache_implementation": "dynamic"}]
     if not share:
         choices += [
@@ -249,16 +249,16 @@ def cases(draw, repeated: bool = False, share: bool = False) -> Case:
 
 def assert_shared(case: Case, layers: list[tuple[torch.Tensor, Any]]) -> None:
     """Asserts that the prompt was stored once to the end, where the prefill put it, for all rows of an item."""
-    from transformers.shared_prefix import SharedPrefixSlidingWindowLayer
+    from transformers.shared_prefix import SharedCrossAttentionLayer, SharedPrefixLayer
 
     assert layers
     rows = case.stored_rows()
     for prefilled_keys, layer in layers:
         (prefix, _), (suffix, _) = layer.prefix, layer.suffix
         assert layer.repeats == len(case.input_ids) * case.expand_size // rows
-        if isinstance(layer, SharedPrefixSlidingWindowLayer):
-            # Copied if it is a part of the prompt, and let go when all of it has left the window
-            event("window without a prefix" if prefix is None else "window")
+        if type(layer) not in (SharedPrefixLayer, SharedCrossAttentionLayer):
+            # Of a window or a static buffer: copied if it is a part, and let go when all of it has left the window
+            event(f"{type(layer).__name__} {'without' if prefix is None else 'with'} a prefix")
             assert prefix is None or len(prefix) == rows
         else:
             assert len(prefix) == rows
