@@ -11,7 +11,8 @@ export PIP_COMPILE := 0
 # hqq would look for a CUDA compiler while it is installed
 export DISABLE_CUDA := 1
 
-.PHONY: develop test test-upstream fuzz demo bench bench-peers patch patch-minimal lint format wheel drift rebase clean
+.PHONY: develop test test-upstream fuzz demo bench bench-peers patch patch-minimal lint format wheel drift rebase clean \
+	needs-UPSTREAM needs-VERSION
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
 	$(PYTHON) -m venv $(VENV)
@@ -41,9 +42,8 @@ $(VENV)/.upstream-tests: requirements-upstream-tests.txt $(VENV)/.dev
 	touch $@
 
 # Upstream's own tests, on pristine upstream and on the fork: make test-upstream UPSTREAM=../transformers MODELS=gpt2
-test-upstream: develop $(VENV)/.upstream-tests
-	$(PY) -m utils.test_upstream $(if $(MODELS),--models $(MODELS)) --jobs $(or $(JOBS),1) \
-		"$(or $(UPSTREAM),$(error UPSTREAM is missing: make test-upstream UPSTREAM=path-or-url@tag))"
+test-upstream: needs-UPSTREAM develop $(VENV)/.upstream-tests
+	$(PY) -m utils.test_upstream $(if $(MODELS),--models $(MODELS)) --jobs $(or $(JOBS),1) "$(UPSTREAM)"
 
 # More examples of the randomized tests, and new ones each time
 fuzz: develop
@@ -81,8 +81,15 @@ drift: $(ORACLE)/.transformers-$(PIN)
 	$(PY) -m utils.fork.drift --pristine $(ORACLE)/transformers
 
 # What another release would mean for the fork: make rebase VERSION=5.25.0
-rebase: $(VENV)/.dev
-	$(PY) -m utils.fork.rebase $(or $(VERSION),$(error VERSION is missing: make rebase VERSION=5.25.0))
+rebase: needs-VERSION $(VENV)/.dev
+	$(PY) -m utils.fork.rebase $(VERSION)
+
+# Before anything is installed
+needs-UPSTREAM:
+	$(if $(UPSTREAM),,$(error UPSTREAM is missing: make test-upstream UPSTREAM=path-or-url@tag))
+
+needs-VERSION:
+	$(if $(VERSION),,$(error VERSION is missing: make rebase VERSION=5.25.0))
 
 # The fork as a patch for upstream's repository, and the part of it that a first pull request should contain
 patch: $(ORACLE)/.transformers-$(PIN)

@@ -21,6 +21,7 @@ import torch
 from long_prompt_beams import UsageError, load
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_matplotlib_available
 
 
 PROMPTS = [
@@ -135,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         "max_new_tokens": arguments.max_new_tokens,
     }
     try:
+        if arguments.plot is not None and not is_matplotlib_available():
+            raise UsageError("--plot needs matplotlib: run `pip install matplotlib`")
         model, tokenizer = load(arguments.model, torch.device("cpu"), torch.float32)
         rows = [measure(model, tokenizer, "beam search", options)]
         for penalty in PENALTIES:

@@ -1,7 +1,6 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """The rollout runs with a tiny random model, reports what was forwarded, and refuses what it can't use."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -15,22 +14,13 @@ from unittest import mock
 
 import torch
 
-from .test_long_prompt_beams import CONTEXT, save_tiny_model
+from .test_long_prompt_beams import CONTEXT, load_example, save_tiny_model
 
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo_rollout.py"
 
 
-def load_example():
-    """Imports the script as a module. It finds the other example beside it."""
-    spec = importlib.util.spec_from_file_location("grpo_rollout", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(sys, "path", [str(SCRIPT.parent), *sys.path]):
-        spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
+example = load_example(SCRIPT)
 
 
 class GRPORolloutTest(unittest.TestCase):

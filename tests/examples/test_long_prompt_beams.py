@@ -32,16 +32,17 @@ LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8
 PROMPT_LENGTH = 40
 
 
-def load_example():
-    """Imports the script as a module."""
-    spec = importlib.util.spec_from_file_location("long_prompt_beams", SCRIPT)
+def load_example(script: Path):
+    """Imports a script as a module. It finds the other examples beside it."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with mock.patch.object(sys, "path", [str(script.parent), *sys.path]):
+        spec.loader.exec_module(module)
     return module
 
 
-example = load_example()
+example = load_example(SCRIPT)
 
 
 def save_tiny_model(folder: Path) -> None:

@@ -20,8 +20,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 
-UPSTREAM_VERSION = "5.24.0"
+import transformers
+
+
+# The release that the fork was made from: its own version without the local part
+UPSTREAM_VERSION = Version(transformers.__version__).public
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -98,8 +103,6 @@ class Oracle:
 
 def _serve(connection: Connection) -> None:
     """Sends where `transformers` was found, then the result of each request, until the other side closes."""
-    import transformers
-
     answer = (True, (transformers.__version__, transformers.__file__))
     while True:
         connection.send_bytes(pickle.dumps(answer))

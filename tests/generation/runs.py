@@ -116,6 +116,7 @@ def run(
     attn_implementation: str | None = None,
     record: bool = False,
     training: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> bytes:
     """
     Generates with a tiny model after `torch.manual_seed(0)`.
@@ -129,12 +130,13 @@ def run(
         record (`bool`, *optional*, defaults to `False`): Whether to pass a `Recorder` as streamer (unless there are
             beams) and as stopping criteria.
         training (`bool`, *optional*, defaults to `False`): Whether the model is in training mode.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): The type of the weights.
 
     Returns:
         `bytes`: The output fields by name, `rows` and `query_length` of the first forward, `forwards` and
         `prefill_flops`, as safetensors.
     """
-    model = build_model(name, attn_implementation).train(training)
+    model = build_model(name, attn_implementation).train(training).to(dtype)
     inputs = build_inputs(name, batch_size) if inputs is None else inputs
     arguments = {**arguments}
     recorder = Recorder()
