@@ -193,12 +193,16 @@ def modes(draw, share: bool) -> tuple[int, dict[str, Any]]:
 
 @st.composite
 def caches(draw, name: str, share: bool) -> dict[str, Any]:
-    """Arguments on the cache, and on chunks of the prefill. Every model that shares shares a dynamic one."""
-    choices = [{}, {}, {"cache_implementation": "dynamic"}]
+    """Arguments on the cache, and on chunks of the prefill."""
+    choices = [
+        {},
+        {},
+        {"cache_implementation": "dynamic"},
+        {"cache_implementation": "static", "disable_compile": True},
+    ]
     if not share:
         choices += [
             {"use_cache": False},
-            {"cache_implementation": "static", "disable_compile": True},
             {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
         ]
     arguments = draw(st.sampled_from(choices))
@@ -252,22 +256,24 @@ def cases(draw, repeated: bool = False, share: bool = False) -> Case:
 
 def assert_shared(case: Case, layers: list[tuple[torch.Tensor, Any]]) -> None:
     """Asserts that the prompt was stored once to the end, where the prefill put it, for all rows of an item."""
-    from transformers.shared_prefix import SharedCrossAttentionLayer, SharedPrefixLayer
+    from transformers.shared_prefix import SharedPrefixSlidingWindowLayer
 
     assert layers
     rows = case.stored_rows()
     for prefilled_keys, layer in layers:
         (prefix, _), (suffix, _) = layer.prefix, layer.suffix
         assert layer.repeats == len(case.input_ids) * case.expand_size // rows
-        if type(layer) not in (SharedPrefixLayer, SharedCrossAttentionLayer):
-            # Of a window or a static buffer: copied if it is a part, and let go when all of it has left the window
-            event(f"{type(layer).__name__} {'without' if prefix is None else 'with'} a prefix")
+        event(f"{type(layer).__name__} {'without' if prefix is None else 'with'} a prefix")
+        if isinstance(layer, SharedPrefixSlidingWindowLayer):
+            # Copied if the window is a part of it, and let go when all of it has left the window
             assert prefix is None or len(prefix) == rows
-        else:
-            assert len(prefix) == rows
-            assert prefix.data_ptr() == prefilled_keys.data_ptr()
-            suffix_bytes = 0 if suffix is None else suffix.nbytes
-            assert layer.bytes_used == 2 * (prefilled_keys.nbytes + suffix_bytes)  # keys and values
+            continue
+        assert len(prefix) == rows
+        assert prefix.data_ptr() == prefilled_keys.data_ptr()
+        # A static buffer has room for more
+        assert prefix.shape == prefilled_keys.shape or layer.is_compileable
+        suffix_bytes = 0 if suffix is None else suffix.nbytes
+        assert layer.bytes_used == 2 * (prefix.nbytes + suffix_bytes)  # keys and values
 
 
 def assert_same_as_upstream(case: Case, **fork_arguments: Any) -> None:

@@ -297,6 +297,40 @@ class SharedPrefixAttentionTest(unittest.TestCase):
             case.attend()
 
 
+class ChunksTest(SharedPrefixAttentionTest):
+    """All of that, where the fused kernel reads the prefix in chunks, as it does for long prompts and many threads."""
+
+    def setUp(self):
+        for target, name, value in (
+            (shared_prefix_attention, "MINIMAL_CHUNK", 4),
+            (shared_prefix_attention.torch, "get_num_threads", lambda: 12),
+        ):
+            patch = mock.patch.object(target, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def test_chunks_are_views(self):
+        """Of equal length, and one more with what is left over."""
+        case, calls = Case(batch=2, prefix_length=17), []
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+        def record(query, key, value, **arguments):
+            calls.append((key.shape, key.untyped_storage().data_ptr()))
+            return kernel(query, key, value, **arguments)
+
+        with mock.patch.object(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", record):
+            output, _ = case.attend(case.mask("bool"))
+        heads, size = case.prefix_keys.shape[1], case.prefix_keys.shape[3]
+        storage = case.prefix_keys.untyped_storage().data_ptr()
+        self.assertEqual(calls, [((2 * heads, 4, 4, size), storage), ((2 * heads, 1, 1, size), storage)])
+        self.assert_close(output, case.reference(case.mask("bool"))[0])
+
+    def test_number_of_chunks(self):
+        """Two tasks for each thread, of 4 tokens at least."""
+        count = shared_prefix_attention._count_chunks
+        self.assertEqual([count(3, 100), count(24, 100), count(25, 100), count(3, 11), count(3, 3)], [8, 1, 1, 2, 1])
+
+
 class DispatchTest(unittest.TestCase):
     """The attention functions that models call find the prefix, and do what they always did without one."""
 

@@ -27,6 +27,10 @@ from torch import nn
 from ..utils.generic import maybe_autocast
 
 
+# A chunk of the prefix that is read by itself has at least as many tokens
+MINIMAL_CHUNK = 256
+
+
 class SharedPrefix:
     """
     The keys and values that all rows of a batch item have in common, on their way from a cache layer to the attention
@@ -299,30 +303,64 @@ def _can_fuse(scores: _Scores) -> bool:
 
 def _merge_states(scores: _Scores) -> torch.Tensor:
     """
-    Attention as the merge of two states. Returns the output `(B * N, K, G * Q, Dv)`.
+    Attention as the merge of several states. Returns the output `(B * N, K, G * Q, Dv)`.
 
-    The prefix takes part in the softmax over the suffix as if it were one more key: its score is the log-sum-exp of its
-    scores, its value is its output.
+    A chunk of the prefix takes part in the softmax over the suffix as if it were one more key: its score is the
+    log-sum-exp of its scores, its value is its output.
     """
-    repeats, biases, suffix_length = scores.prefix.repeats, scores.biases[0], scores.suffix_keys.shape[2]
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _fold(scores.query, repeats),
-        scores.prefix.keys,
-        scores.prefix.values,
-        attn_mask=biases[0].flatten(1, 4).unsqueeze(1) if biases else None,
-        scale=scores.scaling,
-    )
-    output, lse = _unfold(output, repeats), _unfold(lse.unsqueeze(-1), repeats)
-    if suffix_length == 0 and scores.sinks is None:
-        return output
+    suffix_length = scores.suffix_keys.shape[2]
+    outputs, lse = _chunk_states(scores)
     parts = [scores.of_suffix(), lse] if suffix_length > 0 else [lse]
     if scores.sinks is not None:
         parts.append(scores.of_sinks())
-    shares = torch.cat(parts, dim=-1).softmax(-1)
-    prefix_share = shares[..., suffix_length : suffix_length + 1]
+    shares = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).softmax(-1)
+    output = (outputs * shares[..., suffix_length : suffix_length + lse.shape[-1], None]).sum(-2)
     if suffix_length == 0:
-        return output * prefix_share
-    return torch.addcmul(torch.matmul(shares[..., :suffix_length], scores.suffix_values), output, prefix_share)
+        return output
+    return output + torch.matmul(shares[..., :suffix_length], scores.suffix_values)
+
+
+def _count_chunks(heads: int, length: int) -> int:
+    """
+    In how many chunks a prefix is read. The fused kernel's threads get a head of an item each, or 32 of its queries: too
+    few to keep them busy alike, where there are few heads. On two threads, two chunks for three heads took 0.66 times as
+    long as one (18 queries, L = 2048).
+    """
+    return max(1, min(-(-2 * torch.get_num_threads() // heads), length // MINIMAL_CHUNK))
+
+
+def _chunk_states(scores: _Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Attention to each of C chunks of the prefix, which are views of it: as many of equal length as `_count_chunks` says,
+    and what that leaves over (as in split-KV decoding, https://pytorch.org/blog/flash-decoding).
+
+    Returns:
+        `tuple`: The outputs `(B * N, K, G * Q, C, Dv)`, and the log-sum-exps `(B * N, K, G * Q, C)`.
+    """
+    prefix, biases = scores.prefix, scores.biases[0]
+    items, heads, length, _ = prefix.keys.shape
+    count = _count_chunks(items * heads, length)
+    query = _fold(scores.query, prefix.repeats).flatten(0, 1).unsqueeze(1)
+    keys, values = prefix.keys.flatten(0, 1), prefix.values.flatten(0, 1)
+    # (1 or B, L) to (B * K, L)
+    bias = biases[0].flatten(0, 4).expand(items, -1).repeat_interleave(heads, dim=0) if biases else None
+    states, cut = [], length // count * count
+    for part, chunks in ((slice(0, cut), count), (slice(cut, length), 1)):
+        if part.start < part.stop:
+            states.append(
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    query.expand(-1, chunks, -1, -1),
+                    keys[:, part].unflatten(1, (chunks, -1)),
+                    values[:, part].unflatten(1, (chunks, -1)),
+                    attn_mask=None if bias is None else bias[:, part].unflatten(1, (chunks, -1)).unsqueeze(2),
+                    scale=scores.scaling,
+                )
+            )
+    outputs, lse = (pair[0] if len(pair) == 1 else torch.cat(pair, dim=1) for pair in zip(*states))
+    # (B * K, C, N * G * Q, Dv) to (B * N, K, G * Q, C, Dv)
+    split = outputs.unflatten(0, (items, heads)).unflatten(3, (prefix.repeats, -1)).permute(0, 3, 1, 4, 2, 5)
+    lse = lse.unflatten(0, (items, heads)).unflatten(3, (prefix.repeats, -1)).permute(0, 3, 1, 4, 2)
+    return split.flatten(0, 1), lse.flatten(0, 1)
 
 
 def _attend_at_once(scores: _Scores) -> tuple[torch.Tensor, torch.Tensor]:
