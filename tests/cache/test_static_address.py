@@ -1,7 +1,6 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """Compiled decoding finds static buffers where they were: across expansion, beams, and calls of `generate`."""
 
-import functools
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -111,8 +110,7 @@ class CompiledDecodingTest(unittest.TestCase):
             {"cache_implementation": "static", "compile_config": compile_config},
         )
 
-    @parameterized.expand(["copy", "share"])
-    def test_second_beam_search_does_not_recompile(self, prompt_expansion: str):
+    def test_second_beam_search_does_not_recompile(self):
         model = FILLINGS["static"]().model
         counter = CompileCounter()
         compiled = torch.compile(model.forward, backend=counter)
@@ -121,37 +119,9 @@ class CompiledDecodingTest(unittest.TestCase):
         self.assert_second_generate_does_not_recompile(
             lambda: counter.frame_count,
             {"num_beams": 3, "num_return_sequences": 3},
-            {"cache_implementation": "static", "prompt_expansion": prompt_expansion},
+            {"cache_implementation": "static"},
             forwards=(compiled, eager),
         )
-
-    def test_shared_prompts_of_other_lengths(self):
-        """
-        Another length of the prompt compiles once more, then for any length; the first that leaves more room for the
-        suffix, since the cache stays as long as the longest needed, too. No later one does.
-        """
-        model = FILLINGS["static"]().model
-        counter, eager = CompileCounter(), model.forward
-        compiled = torch.compile(eager, backend=counter)
-        self.addCleanup(setattr, model, "forward", eager)
-
-        @functools.wraps(eager)
-        def compile_steps(input_ids, **kwargs):
-            return (compiled if input_ids.shape[1] == 1 else eager)(input_ids=input_ids, **kwargs)
-
-        graphs = []
-        for length in (9, 9, 12, 14, 11, 13, 10):
-            prompt = torch.arange(2 * length).view(2, length) % 20 + 3
-            arguments = {"num_beams": 3, "max_new_tokens": 6, "eos_token_id": None}
-            model.forward = eager
-            expected = model.generate(prompt, **arguments)
-            model.forward = compile_steps
-            static = {"cache_implementation": "static", "prompt_expansion": "share"}
-            self.assertTrue(torch.equal(model.generate(prompt, **arguments, **static), expected))
-            graphs.append(counter.frame_count)
-        self.assertEqual(graphs[:2], [1, 1])
-        self.assertLessEqual(graphs[4], 3)
-        self.assertEqual(graphs[4:], [graphs[4]] * 3)
 
     def assert_second_generate_does_not_recompile(
         self,

@@ -5,21 +5,17 @@ import copy
 import logging
 import tempfile
 import unittest
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
-from unittest import mock
 
 import torch
 from parameterized import parameterized
 from torch import nn
 
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
-from transformers.generation import prefill_hooks, prompt_sharing
+from transformers.generation import prefill_hooks
 from transformers.utils import logging as transformers_logging
 
 from .runs import ALL_OUTPUTS, MODES, assert_same, forwarded, run_both
-from .test_shared_prefix_attention import Operators
 from .tiny_models import build_inputs, build_model
 
 
@@ -145,27 +141,6 @@ class ShareTest(ExpansionTestCase):
         self.assertGreaterEqual(copied[1], 8 * prompt)
         self.assertLess(shared[-1], 2 * prompt)
 
-    @parameterized.expand(product(("llama", "gemma3"), MODES))
-    def test_no_step_makes_floats_for_all_rows_and_tokens(self, name: str, mode: str):
-        """What has N rows of L columns in a step are tokens and masks alone, which `generate` hands from step to step."""
-        repeats, length = 8, 600
-        inputs = build_inputs(name, 2, length=length)
-        arguments = {**MODES[mode](repeats), "max_new_tokens": 5, "eos_token_id": None}
-        largest = {}
-        for strategy in ("share", "copy"):
-            model = build_model(name)
-            with Operators() as operators, forwarded(model) as shapes:
-
-                def start_again(*_):
-                    if len(shapes) < 3:  # up to the first step, the prefill and its expansion are done
-                        operators.largest_float = 0
-
-                model.register_forward_pre_hook(start_again)
-                model.generate(**inputs, **arguments, prompt_expansion=strategy)
-            largest[strategy] = operators.largest_float
-        self.assertLess(largest["share"], 2 * repeats * length)
-        self.assertGreater(largest["copy"], 2 * repeats * length)
-
     def test_prefix_is_never_moved(self):
         """The prompt's keys stay in the same memory from the prefill to the last step, and nobody reads a copy."""
         model, addresses = build_model("llama"), []
@@ -224,35 +199,6 @@ class ShareTest(ExpansionTestCase):
         (reason,) = self.reasons(model, arguments)
         self.assertRegex(reason, f"prompt_expansion='copy' .*{pattern}")
         self.assert_refused(pattern, model, **arguments, prompt_expansion="share")
-
-    @parameterized.expand(product(("llama", "gemma3", "bart", "t5"), MODES))
-    def test_static_cache(self, name: str, mode: str):
-        """Shared if asked for: layers of full attention and of cross-attention. The returned cache is upstream's."""
-        arguments = {**MODES[mode](3), **ALL_OUTPUTS, "max_new_tokens": 6, "cache_implementation": "static"}
-        with self.shared_layers() as shared:
-            ours, theirs = run_both(name, 2, arguments, fork_arguments={"prompt_expansion": "share"})
-        self.assertEqual(ours["rows"], 2)
-        self.assertEqual(shared, [{"bart": 4, "gemma3": 1}.get(name, 2)])
-        self.assertIn("cache.0.0", "".join(ours))
-        assert_same(ours, theirs)
-
-    @staticmethod
-    @contextmanager
-    def shared_layers() -> Iterator[list[int]]:
-        """Collects how many layers each call of `generate` shares."""
-        counts, share = [], prompt_sharing.share_cache
-        with mock.patch.object(
-            prompt_sharing, "share_cache", lambda *args, **kwargs: counts.append(share(*args, **kwargs))
-        ):
-            yield counts
-
-    def test_static_cache_keeps_its_shape_by_default(self):
-        model = build_model("llama")
-        arguments = {**build_inputs("llama", 2), "num_beams": 3, "max_new_tokens": 2, "cache_implementation": "static"}
-        _, shapes = generate(model, arguments)
-        self.assertEqual(shapes[0][0], 2)
-        (reason,) = self.reasons(model, arguments)
-        self.assertRegex(reason, "prompt_expansion='copy' .*compiled for the length of each prompt")
 
     def test_attention_that_cannot_share(self):
         self.assert_refused(

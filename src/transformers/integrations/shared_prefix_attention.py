@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..utils import is_torchdynamo_compiling
 from ..utils.generic import maybe_autocast
 
 
@@ -326,6 +327,8 @@ def _count_chunks(heads: int, length: int) -> int:
     few to keep them busy alike, where there are few heads. On two threads, two chunks for three heads took 0.66 times as
     long as one (18 queries, L = 2048).
     """
+    if is_torchdynamo_compiling():  # compiled code can't ask for the number of threads
+        return 1
     return max(1, min(-(-2 * torch.get_num_threads() // heads), length // MINIMAL_CHUNK))
 
 
