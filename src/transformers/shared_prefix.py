@@ -33,13 +33,7 @@ import weakref
 import torch
 
 from .cache_expansion import check_repeats, take_rows
-from .cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-    StaticLayer,
-)
+from .cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
 from .integrations.shared_prefix_attention import SharedPrefix
 from .utils import is_torchdynamo_compiling
 
@@ -618,7 +612,7 @@ class StaticSharedPrefixLayer(SharedPrefixLayer):
             _StaticSharedStates(states.prefix[:, :, :length], repeats, layer.max_cache_len - length)
             for states in shared._states
         )
-        # Advanced in place, as that of the layer that is left as it is
+        # `update` advances it in place, and the layer is left as it is
         shared.cumulative_length = _mark_static(layer.cumulative_length.clone())
         return shared
 
