@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .prefix_sharing import SegmentedStates
 from .utils import is_torchdynamo_compiling
 
 
@@ -48,6 +49,8 @@ def take_rows(buffer: torch.Tensor, index: torch.LongTensor, static: bool = True
         `torch.Tensor`: The rows: `buffer` itself where it is static and the number of rows has not changed.
     """
     rows = buffer.index_select(0, index.to(buffer.device))
+    if isinstance(rows, SegmentedStates):
+        return rows.written_to(buffer) if static else rows
     if static and rows.shape == buffer.shape:
         return buffer.copy_(rows)
     if static and not is_torchdynamo_compiling():
@@ -63,7 +66,7 @@ def count_rows(states: Any) -> int | None:
         states (`torch.Tensor`, or nested `list`, `tuple` or `dict` of such): States with the rows first. Tensors of less
             than two dimensions are none: lengths, and the `torch.tensor([])` that dynamic layers start from.
     """
-    if isinstance(states, torch.Tensor):
+    if isinstance(states, (torch.Tensor, SegmentedStates)):
         return states.shape[0] if states.dim() > 1 else None
     if isinstance(states, dict):
         states = states.values()

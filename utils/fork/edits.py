@@ -536,6 +536,28 @@ WHISPER_EDITS = [
     ),
 ]
 
+# Models that cache latents and expand them in each step: (model, attention module, arguments of its `expand_kv`)
+LATENT_ATTENTION = (
+    ("axk1", "AXK1Attention", "kv_nope, k_rot"),
+    ("axk2", "AXK2Attention", "k_pass, k_rot"),
+    ("bailing_hybrid", "BailingHybridAttention", "kv_nope, k_rot"),
+    ("deepseek_v2", "DeepseekV2Attention", "k_nope, k_pe"),
+    ("deepseek_v3", "DeepseekV3Attention", "kv_nope, k_rot"),
+    ("deepseek_v32", "DeepseekV32Attention", "k_pass, k_rot"),
+    ("dots3_note", "Dots3NoteTextAttention", "k_pass, k_rot"),
+    ("glm4_moe_lite", "Glm4MoeLiteAttention", "kv_nope, k_rot"),
+    ("glm5_next", "Glm5NextTextAttention", "k_pass, k_rot"),
+    ("glm_moe_dsa", "GlmMoeDsaAttention", "k_pass, k_rot"),
+    ("hy_v4", "HYV4Attention", "k_pass, k_rot"),
+    ("hy_v4_vl", "HYV4VLAttention", "k_pass, k_rot"),
+    ("kimi_linear", "KimiLinearAttention", "kv_nope, k_rot"),
+    ("longcat_flash", "LongcatFlashMLA", "k_pass, k_rot"),
+    ("minicpm3", "MiniCPM3Attention", "k_pass, k_rot"),
+    ("mistral4", "Mistral4Attention", "k_pass, k_rot"),
+    ("mistral_large4", "MistralLarge4TextAttention", "k_pass, k_rot"),
+    ("youtu", "YoutuAttention", "kv_nope, k_rot"),
+)
+
 SHARE_EDITS = [
     AddToDocstring(
         path="generation/configuration_utils.py",
@@ -568,46 +590,39 @@ SHARE_EDITS = [
         reason="a cache that the caller gets back has upstream's layout",
     ),
     AddImport(
-        path="integrations/sdpa_attention.py",
-        after="..utils.import_utils",
-        statement="from .shared_prefix_attention import shared_prefix_attention_forward, takes_shared_prefix",
-        reason="attention to a prefix that several rows share",
+        path="cache_utils.py",
+        after=".utils",
+        statement="from .prefix_sharing import private_index",
+        reason="segmented states remember what they found out about the beam indices of a step",
     ),
     ReplaceStatement(
-        path="integrations/sdpa_attention.py",
-        scope="sdpa_attention_forward",
-        old="sdpa_kwargs = {}",
+        path="cache_utils.py",
+        scope="Cache.reorder_cache",
+        old="self.layers[layer_idx].reorder_cache(beam_idx)",
         new="""
-            if takes_shared_prefix(module, query, key, attention_mask, kwargs, dropout, is_causal):
-                return shared_prefix_attention_forward(
-                    module,
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    dropout=dropout,
-                    scaling=scaling,
-                    is_causal=is_causal,
-                    position_bias=position_bias,
-                    **kwargs,
-                )
-
-            sdpa_kwargs = {}
+            beam_idx = private_index(beam_idx)
+            self.layers[layer_idx].reorder_cache(beam_idx)
         """,
-        reason="torch's attention would have to be given a copy of the prefix for every row",
+        reason="segmented states remember what they found out about the beam indices of a step",
     ),
-    AddImport(
-        path="modeling_utils.py",
-        after=".integrations.sdpa_attention",
-        statement="from .integrations.shared_prefix_attention import share_prefix_in_eager",
-        reason="attention to a prefix that several rows share",
-    ),
-    ReplaceStatement(
-        path="modeling_utils.py",
-        scope="AttentionInterface.get_interface",
-        old="return super().get(attn_implementation, default)",
-        new="return super().get(attn_implementation, share_prefix_in_eager(default))",
-        reason="every modeling file has its own eager attention, but all of them fetch it here",
+    *(
+        edit
+        for model, attention, arguments in LATENT_ATTENTION
+        for edit in (
+            AddImport(
+                path=f"models/{model}/modeling_{model}.py",
+                after="...cache_utils",
+                statement="from ...prefix_sharing import map_segments",
+                reason="latents of a shared prompt are expanded once",
+            ),
+            ReplaceExpression(
+                path=f"models/{model}/modeling_{model}.py",
+                scope=f"{attention}.forward",
+                old=f"self.expand_kv({arguments})",
+                new=f"map_segments(self.expand_kv, {arguments})",
+                reason="latents of a shared prompt are expanded once, in place of once per row",
+            ),
+        )
     ),
 ]
 

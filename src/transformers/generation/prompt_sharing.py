@@ -6,9 +6,8 @@ Prompt sharing: after a prefill on B rows, the prompt's keys and values stay sto
 
 from typing import TYPE_CHECKING, Any
 
-from ..cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
-from ..shared_prefix import cannot_share_cache, materialize_cache, share_cache
-from ..shared_prefix_support import cannot_share
+from ..cache_utils import DynamicCache, StaticCache
+from ..prefix_sharing.caches import materialize_cache, share_cache, why_not_share
 from ..utils import ModelOutput
 from .prefill import PrefillMixin, outermost_caches
 
@@ -46,23 +45,11 @@ class PromptSharingMixin(PrefillMixin):
             # What `generate` is going to make. In an encoder-decoder model, cross-attention gets plain layers beside it
             config = self.config.get_text_config(decoder=True)
             cache = StaticCache(config, max_cache_len=1) if implementation == "static" else DynamicCache(config=config)
-        parts = [cache]
-        if isinstance(cache, EncoderDecoderCache):
-            parts = [cache.self_attention_cache, cache.cross_attention_cache]
-        if model_kwargs.get("cache") is not None and any(
-            type(part) is not DynamicCache or part.offloading for part in parts
-        ):
-            return "the cache passed in is not a plain `DynamicCache`"
-        obstacles = {
-            "self_attention": cannot_share(self, "self_attention") or cannot_share_cache(parts[0]),
-            "cross_attention": cannot_share(self, "cross_attention"),
-        }
-        generation_config._shared_attention = {kind: obstacle is None for kind, obstacle in obstacles.items()}
-        return None if None in obstacles.values() else obstacles["self_attention"]
+        return why_not_share(self, cache)
 
     def _expand_cache(self, cache: Any, expand_size: int, generation_config: "GenerationConfig") -> None:
         if generation_config.prompt_expansion == "share":
-            share_cache(cache, expand_size, **generation_config._shared_attention)
+            share_cache(cache, expand_size, self)
         else:
             super()._expand_cache(cache, expand_size, generation_config)
 
