@@ -226,7 +226,11 @@ def _pairs(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
             f"`keys` and `values` must have the same segments, at least one, but have {len(keys)} and {len(values)}."
         )
     for key, value in zip(keys, values):
-        if query.shape[0] % key.shape[0] != 0 or query.shape[1] % key.shape[1] != 0 or key.shape[:3] != value.shape[:3]:
+        if (
+            query.shape[0] % key.shape[0] != 0
+            or query.shape[1] % key.shape[1] != 0
+            or key.shape[:3] != value.shape[:3]
+        ):
             raise ValueError(
                 "A segment of `keys` and `values` must have rows and heads that divide those of the queries, "
                 f"{tuple(query.shape[:2])}, but they have the shapes {tuple(key.shape)} and {tuple(value.shape)}."
@@ -413,7 +417,9 @@ def _attend_on_cpu(query, key, value, bias, scale: float) -> State:
 def _count_chunks(key: torch.Tensor) -> int:
     """On two threads, two chunks for three heads took 0.66 times as long as one (18 queries, L = 2048)."""
     items, heads, length, _ = key.shape
-    if length < 2 * MINIMAL_CHUNK or torch.compiler.is_compiling():  # compiled code can't ask for the number of threads
+    if (
+        length < 2 * MINIMAL_CHUNK or torch.compiler.is_compiling()
+    ):  # compiled code can't ask for the number of threads
         return 1
     if items > 1 and key.stride(0) != heads * key.stride(1):  # chunks would be copies
         return 1

@@ -74,15 +74,12 @@ def share_cache(cache: Cache, repeats: int, model: "PreTrainedModel | None" = No
     learned = _learned.get(type(model), {})
     masks, beams, origins = StepMemo(), BeamMemo(), {}
     for kind, part in _parts(cache):
-        if _why_not_part(part) is not None:
-            part.batch_repeat_interleave(repeats)
-            continue
-        for index, layer in enumerate(part.layers):
-            if repeats > 1 and (kind, index) not in learned and _can_share(layer):
-                origins[kind, index] = Origin(masks, beams)
-                part.layers[index] = _share_layer(layer, repeats, origins[kind, index])
-            else:
-                layer.batch_repeat_interleave(repeats)
+        if repeats > 1 and _why_not_part(part) is None:
+            for index, layer in enumerate(part.layers):
+                if (kind, index) not in learned and _can_share(layer):
+                    origins[kind, index] = Origin(masks, beams)
+                    part.layers[index] = _wrap(layer, origins[kind, index])
+        part.batch_repeat_interleave(repeats)
     cache.shared_origins = origins
     return len(origins)
 
@@ -100,19 +97,21 @@ def _states(layer: Any) -> dict[str, torch.Tensor]:
     return {
         name: value
         for name, value in vars(layer).items()
-        if type(value) is torch.Tensor and value.dim() == 4 and value.numel() > 0
+        if type(value) is torch.Tensor and value.dim() == 4 and 0 not in value.shape[:3]
     }
 
 
-def _share_layer(layer: Any, repeats: int, origin: Origin) -> Any:
+def _wrap(layer: Any, origin: Origin) -> Any:
+    """Makes a layer repeat its rows without copying them."""
     if isinstance(layer, StaticLayer):
-        return SharedStaticLayer.from_layer(layer, repeats, origin)
+        shared = SharedStaticLayer(layer.max_cache_len)
+        vars(shared).update(vars(layer), origin=origin)
+        return shared
     for name, states in _states(layer).items():
         if states.untyped_storage().nbytes() > states.nbytes:
             # A view, as windows are of the whole prompt, would keep the rest alive
             states = states.clone()
         setattr(layer, name, SegmentedStates([states], states.shape[0], origin))
-    layer.batch_repeat_interleave(repeats)
     return layer
 
 
@@ -122,25 +121,24 @@ class SharedStaticLayer(StaticLayer):
     `(B * N, H, M - L, D)` is a buffer of its own: no shape changes while decoding, so that compiled code goes on.
     """
 
-    @classmethod
-    def from_layer(cls, layer: StaticLayer, repeats: int, origin: Origin) -> "SharedStaticLayer":
-        """Makes a shared layer of a filled one, which is left as it is."""
-        shared, length = cls(layer.max_cache_len), int(layer.cumulative_length)
-        vars(shared).update(vars(layer))
-        shared.batch_size = layer.batch_size * repeats
-        # `update` advances it in place
-        shared.cumulative_length = layer.cumulative_length.clone()
-        tensors = [shared.cumulative_length]
-        for name in ("keys", "values"):
-            states = getattr(layer, name)
-            items, heads, room, size = states.shape
-            segments = [states[:, :, :length], states.new_zeros(items * repeats, heads, room - length, size)]
-            segments = [segment for segment in segments if segment.shape[2] > 0]
-            tensors += segments
-            setattr(shared, name, SegmentedStates(segments, items * repeats, origin))
-        for tensor in tensors:
-            torch._dynamo.mark_static_address(tensor)
-        return shared
+    origin: Origin
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats the rows of the suffix alone."""
+        if isinstance(self.keys, SegmentedStates):
+            self.keys, self.values = (states.repeat_interleave(repeats, dim=0) for states in (self.keys, self.values))
+        else:
+            length = int(self.cumulative_length)
+            self.keys, self.values = (self._divide(states, length, repeats) for states in (self.keys, self.values))
+        self.batch_size *= repeats
+
+    def _divide(self, states: torch.Tensor, length: int, repeats: int) -> SegmentedStates:
+        items, heads, room, size = states.shape
+        segments = [states[:, :, :length], states.new_zeros(items * repeats, heads, room - length, size)]
+        segments = [segment for segment in segments if segment.shape[2] > 0]
+        for segment in segments:
+            torch._dynamo.mark_static_address(segment)
+        return SegmentedStates(segments, items * repeats, self.origin)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest tokens. If some of them belong to the prompt, the layer becomes an ordinary one."""
@@ -171,6 +169,7 @@ def materialize_cache(cache: Cache, model: "PreTrainedModel | None" = None) -> N
                     torch._dynamo.mark_static_address(getattr(layer, name))
             if isinstance(layer, SharedStaticLayer):
                 layer.__class__ = StaticLayer
+                del layer.origin
 
 
 def learn_from(cache: Cache, model: "PreTrainedModel") -> None:
@@ -205,8 +204,8 @@ def why_not_share_cache(cache: Cache) -> str | None:
 
 
 def _why_not_part(cache: Cache) -> str | None:
-    if not _is_ours(type(cache)) or type(cache).batch_repeat_interleave is not Cache.batch_repeat_interleave:
-        return f"a {type(cache).__name__} may have states beside those of its layers"
+    if not _is_ours(type(cache)):
+        return f"a {type(cache).__name__} is not one of the library's caches"
     if cache.offloading:
         return "an offloaded cache can't be shared"
     kinds = {type(layer) for layer in cache.layers} or {cache.layer_class_to_replicate}
@@ -261,7 +260,7 @@ def _why_not_class(module_class: type, instances: list[torch.nn.Module]) -> str 
             return "is compiled"
     if not any(_is_ours(base) for base in module_class.__mro__):
         return None
-    if not _is_library_function(module_class.forward):
+    if not (_is_library_function(module_class.forward) or _origin(module_class.forward) == "torch"):
         return "has a `forward` of its own"
     if not hasattr(instances[0], "layer_idx"):
         return None

@@ -319,8 +319,18 @@ def map_states(function: Callable, value: Any) -> Any:
 
 def call(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Calls an operation of torch with arguments among which there are segmented states, also in lists."""
-    args = [map_states(SegmentedStates.settle, arg) for arg in args]
-    kwargs = {name: map_states(SegmentedStates.settle, arg) for name, arg in kwargs.items()}
+    found = []
+
+    def settle(states):
+        settled = states.settle()
+        if settled is states:
+            found.append(states)
+        return settled
+
+    args = [map_states(settle, arg) for arg in args]
+    kwargs = {name: map_states(settle, arg) for name, arg in kwargs.items()}
+    if not found:
+        return func(*args, **kwargs)
     name = func.__name__
     function, keywords, is_of_first = HANDLERS.get(name, NO_HANDLER)
     if (keywords is None or keywords >= kwargs.keys()) and (not is_of_first or isinstance(args[0], SegmentedStates)):
