@@ -252,15 +252,13 @@ def _cat(func, tensors, dim=0):
 
 def _continues(part: "torch.Tensor | SegmentedStates", states: SegmentedStates) -> bool:
     """Whether `part` can be appended to the tokens of `states`."""
-    names = ("rows", "row_dim", "length_dim", "inner", "groups")
-    return (
-        (part.dtype, part.device, part.ndim) == (states.dtype, states.device, states.ndim)
-        and all(part.shape[dim] == states.shape[dim] for dim in range(states.ndim) if dim != states.length_dim)
-        and (
-            not isinstance(part, SegmentedStates)
-            or all(getattr(part, name) == getattr(states, name) for name in names)
-        )
-    )
+    if part is states:
+        return True
+    shape, other = list(part.shape), list(states.shape)
+    if len(shape) != len(other) or part.dtype != states.dtype or part.device != states.device:
+        return False
+    shape[states.length_dim] = other[states.length_dim]
+    return shape == other and (not isinstance(part, SegmentedStates) or part.has_layout_of(states))
 
 
 @handles("stack", of_first=False)

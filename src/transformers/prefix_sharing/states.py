@@ -282,10 +282,15 @@ class SegmentedStates:
         """States that were computed from these, and from `others`."""
         return self.make(segments, parents=(self, *others))
 
+    def has_layout_of(self, other: "SegmentedStates") -> bool:
+        """Whether rows, tokens and heads are in the same dimensions as in the other states."""
+        return (self.rows, self.row_dim, self.length_dim, self.inner, self.groups) == (
+            *(other.rows, other.row_dim, other.length_dim, other.inner, other.groups),
+        )
+
     def is_like(self, other: "SegmentedStates") -> bool:
         """Whether the segments of the two belong to the same rows and tokens."""
-        names = ("rows", "row_dim", "length_dim", "inner", "groups", "lengths", "repeats")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        return self.has_layout_of(other) and (self.lengths, self.repeats) == (other.lengths, other.repeats)
 
 
 # The handlers of `operations`, by the name of an operation, which is the same for `torch.matmul` and `torch.Tensor.matmul`
