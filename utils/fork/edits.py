@@ -18,19 +18,20 @@ from .codemod import (
 GENERATE = "GenerationMixin.generate"
 SAMPLE = "GenerationMixin._sample"
 BEAM_SEARCH = "GenerationMixin._beam_search"
+PREFILL = "{} = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=not generation_config.is_assistant)"
 
 GENERATION_EDITS = [
     AddImport(
         path="generation/utils.py",
         after=".logits_process",
-        statement="from .prefill import PrefillMixin, detach_from_caller",
+        statement="from .prefill import PrefillMixin, PrefillPlan, detach_from_caller, plan_prefill",
         reason="prefill before expansion",
     ),
     AddBase(
         path="generation/utils.py",
         scope="GenerationMixin",
         base="PrefillMixin",
-        reason="every generative model can prefill once",
+        reason="models with a state of their own say how it is repeated; decoding loops of other people prefill once",
     ),
     ReplaceStatement(
         path="generation/utils.py",
@@ -38,121 +39,103 @@ GENERATION_EDITS = [
         old="batch_size = inputs_tensor.shape[0]",
         new="""
             batch_size = inputs_tensor.shape[0]
-            model_kwargs = detach_from_caller(model_kwargs)
-            # How many rows the decoding method makes of each row, after its prefill
-            expand_size = self._resolve_prompt_expansion(
-                decoding_method, generation_config, batch_size, model_kwargs, inputs_tensor
-            )
-            if expand_size > 1:
-                generation_mode_kwargs["expand_size"] = expand_size
+            plan = plan_prefill(self, decoding_method, generation_config, inputs_tensor, model_kwargs)
+            if plan.num_sequences > 1:
+                model_kwargs = detach_from_caller(model_kwargs)
         """,
         reason="the strategy is decided, or refused, before any forward pass; the caller's objects stay as they are",
+    ),
+    ReplaceStatement(
+        path="generation/utils.py",
+        scope=GENERATE,
+        old="""
+            model_kwargs = self._maybe_prepare_encoder_kwargs_for_generation(
+                inputs_tensor, model_kwargs, model_input_name, generation_config
+            )
+        """,
+        new="""
+            if plan.equal_rows is None:
+                model_kwargs = self._maybe_prepare_encoder_kwargs_for_generation(
+                    inputs_tensor, model_kwargs, model_input_name, generation_config
+                )
+            else:
+                plan, model_kwargs = plan.encode(
+                    self, inputs_tensor, model_kwargs, model_input_name, generation_config
+                )
+        """,
+        reason="prompts that are equal are encoded once",
     ),
     RedirectCall(
         path="generation/utils.py",
         scope=GENERATE,
         call="self._expand_inputs_for_generation",
-        to="self._expand_inputs_before_prefill",
-        arguments={"generation_config": "generation_config"},
-        reason="a decoding method that takes `expand_size` expands after its prefill, the others get expanded rows",
+        to="(plan.expand_prompts if plan.prefills_once else self._expand_inputs_for_generation)",
+        reason="all inputs but the tokens are expanded after the prefill",
     ),
     ReplaceStatement(
         path="generation/utils.py",
         scope=GENERATE,
-        old="streamer.put(input_ids.cpu())",
-        new="streamer.put(input_ids.repeat_interleave(expand_size, dim=0).cpu())",
-        reason="a streamer is shown one prompt per returned row",
+        old="""
+            self._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        """,
+        new="""
+            self._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            if plan.prefills_once:
+                decoding_method = plan.hand_to(decoding_method, model_kwargs, batch_size)
+        """,
+        reason="the decoding method follows the plan; a static cache that is initialized early has the prefill's rows",
     ),
     RedirectCall(
         path="generation/utils.py",
         scope=GENERATE,
         call="self._get_logits_processor",
-        to="self._get_expanded_logits_processor",
-        arguments={"batch_size": "batch_size", "expand_size": "expand_size"},
+        to="(self._get_logits_processor if plan.num_sequences == 1 else plan.logits_processors_of(self))",
         reason="processors run on expanded rows and take per-row facts (padding lengths) from `model_kwargs`",
     ),
     ReplaceStatement(
         path="generation/utils.py",
-        scope="GenerationMixin._prepare_cache_for_generation",
-        old="cache_batch_size = max(generation_config.num_beams, generation_config.num_return_sequences) * batch_size",
-        new="cache_batch_size = self._count_prefill_rows(generation_config, batch_size)",
-        reason="a static cache that is initialized early must have the rows of the prefill",
-    ),
-    AddParameter(
-        path="generation/utils.py",
-        scope=SAMPLE,
-        parameter="expand_size: int = 1",
-        reason="the contract: a decoding method that takes `expand_size` expands the rows itself",
-    ),
-    ReplaceStatement(
-        path="generation/utils.py",
-        scope=SAMPLE,
-        old="batch_size = input_ids.shape[0]",
-        new="batch_size = input_ids.shape[0] * expand_size",
-        reason="finished sequences are tracked for the expanded rows",
-    ),
-    ReplaceStatement(
-        path="generation/utils.py",
-        scope=SAMPLE,
-        old="""
-            outputs = self._prefill(
-                input_ids, generation_config, model_kwargs, is_first_iteration=not generation_config.is_assistant
-            )
-        """,
+        scope=GENERATE,
+        old="return result",
         new="""
-            outputs, input_ids, model_kwargs = self._prefill_and_expand(
-                input_ids,
-                generation_config,
-                model_kwargs,
-                expand_size=expand_size,
-                is_first_iteration=not generation_config.is_assistant,
-            )
+            if plan.strategy == "share":
+                plan.return_cache(self, result, model_kwargs.get("cache"))
+            return result
         """,
-        reason="the prompt is forwarded on B rows, then expanded",
+        reason="a cache that the caller gets back has upstream's layout",
     ),
-    AddParameter(
-        path="generation/utils.py",
-        scope=BEAM_SEARCH,
-        parameter="expand_size: int = 1",
-        reason="the contract: a decoding method that takes `expand_size` expands the rows itself",
-    ),
-    ReplaceStatement(
-        path="generation/utils.py",
-        scope=BEAM_SEARCH,
-        old="batch_size = batch_size_unflattened // num_beams",
-        new="batch_size = batch_size_unflattened * expand_size // num_beams",
-        reason="`input_ids` has B rows, or B * num_beams where they were expanded before",
-    ),
-    ReplaceStatement(
-        path="generation/utils.py",
-        scope=BEAM_SEARCH,
-        old="running_sequences[:, :, :cur_len] = self._unflatten_beam_dim(input_ids, batch_size, num_beams)",
-        new="""
-            # One row per item broadcasts to all of its beams
-            running_sequences[:, :, :cur_len] = self._unflatten_beam_dim(
-                input_ids, batch_size, num_beams // expand_size
-            )
-        """,
-        reason="`input_ids` has B rows, or B * num_beams where they were expanded before",
-    ),
-    ReplaceStatement(
-        path="generation/utils.py",
-        scope=BEAM_SEARCH,
-        old="""
-            model_outputs = self._prefill(
-                input_ids, generation_config, model_kwargs, is_first_iteration=not generation_config.is_assistant
-            )
-        """,
-        new="""
-            model_outputs, flat_running_sequences, model_kwargs = self._prefill_and_expand(
-                input_ids,
-                generation_config,
-                model_kwargs,
-                expand_size=expand_size,
-                is_first_iteration=not generation_config.is_assistant,
-            )
-        """,
-        reason="the prompt is forwarded on B rows, then expanded",
+    *(
+        edit
+        for scope, name in ((SAMPLE, "outputs"), (BEAM_SEARCH, "model_outputs"))
+        for edit in (
+            AddParameter(
+                path="generation/utils.py",
+                scope=scope,
+                parameter="prefill_plan: PrefillPlan | None = None",
+                reason="`generate` hands its plan to the decoding method, where there is one",
+            ),
+            ReplaceStatement(
+                path="generation/utils.py",
+                scope=scope,
+                old=PREFILL.format(name),
+                new=f"""
+                    if prefill_plan is None:
+                        {PREFILL.format(name)}
+                    else:
+                        {name}, model_kwargs = prefill_plan.prefill(
+                            self,
+                            input_ids,
+                            generation_config,
+                            model_kwargs,
+                            is_first_iteration=not generation_config.is_assistant,
+                        )
+                """,
+                reason="the prompt is forwarded on B rows, then expanded",
+            ),
+        )
     ),
     AddImport(
         path="generation/configuration_utils.py",
@@ -193,28 +176,6 @@ GENERATION_EDITS = [
             validate_prompt_expansion(self.prompt_expansion)
         """,
         reason="a wrong value is refused before any forward pass",
-    ),
-]
-
-EQUAL_ROWS_EDITS = [
-    AddImport(
-        path="generation/utils.py",
-        after=".configuration_utils",
-        statement="from .equal_rows import EqualRowsMixin",
-        reason="the mixin that prefills equal rows once",
-    ),
-    AddBase(
-        path="generation/utils.py",
-        scope="GenerationMixin",
-        base="EqualRowsMixin",
-        reason="every generative model can prefill equal rows once",
-    ),
-    RedirectCall(
-        path="generation/utils.py",
-        scope=GENERATE,
-        call="self._maybe_prepare_encoder_kwargs_for_generation",
-        to="self._prepare_encoder_kwargs_of_distinct_rows",
-        reason="prompts that are equal are encoded once",
     ),
 ]
 
@@ -275,7 +236,8 @@ GROUP_BEAM_SEARCH_EDITS = [
         scope=GENERATE,
         old="generation_mode = generation_config.get_generation_mode(assistant_model)",
         new="""
-            self._validate_beam_groups(generation_config, custom_generate, assistant_model, streamer)
+            if generation_config.num_beam_groups is not None:
+                self._validate_beam_groups(generation_config, custom_generate, assistant_model, streamer)
             generation_mode = generation_config.get_generation_mode(assistant_model)
         """,
         reason="options that don't go together are refused before any forward pass",
@@ -479,6 +441,52 @@ CACHE_EDITS = [
     ),
 ]
 
+# Models that keep a state of their own: (folder, classes, mixin of `prefill_state`)
+STATEFUL_MODELS = (
+    ("fuyu", ("FuyuForCausalLM",), "FuyuPrefillMixin"),
+    ("gemma3n", ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), "Gemma3nPrefillMixin"),
+    ("glm_image", ("GlmImageForConditionalGeneration",), "GlmImagePrefillMixin"),
+    ("idefics", ("IdeficsForVisionText2Text",), "IdeficsPrefillMixin"),
+    ("kyutai_speech_to_text", ("KyutaiSpeechToTextForConditionalGeneration",), "StreamingAudioPrefillMixin"),
+    ("nemotron_asr_streaming", ("NemotronAsrStreamingForRNNT",), "OwnDecoderStatePrefillMixin"),
+    ("nllb_moe", ("NllbMoeForConditionalGeneration",), "NllbMoePrefillMixin"),
+    ("parakeet", ("ParakeetForRNNT",), "OwnDecoderStatePrefillMixin"),
+    ("qwen2_5_omni", ("Qwen2_5OmniTalkerForConditionalGeneration",), "TalkerPrefillMixin"),
+    (
+        "qwen3_omni_moe",
+        ("Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration", "Qwen3OmniMoeTalkerForConditionalGeneration"),
+        "TalkerPrefillMixin",
+    ),
+    ("recurrent_gemma", ("RecurrentGemmaForCausalLM",), "RecurrentGemmaPrefillMixin"),
+    ("reformer", ("ReformerModelWithLMHead",), "ReformerPrefillMixin"),
+    ("rwkv", ("RwkvForCausalLM",), "RwkvPrefillMixin"),
+    ("vibevoice_asr", ("VibeVoiceAsrForConditionalGeneration",), "VibeVoiceAsrPrefillMixin"),
+    ("voxtral_realtime", ("VoxtralRealtimeForConditionalGeneration",), "StreamingAudioPrefillMixin"),
+    ("xlnet", ("XLNetLMHeadModel",), "XLNetPrefillMixin"),
+)
+
+STATE_EDITS = [
+    edit
+    for folder, classes, mixin in STATEFUL_MODELS
+    for edit in (
+        AddImport(
+            path=f"models/{folder}/modeling_{folder}.py",
+            after="...generation",
+            statement=f"from ...generation.prefill_state import {mixin}",
+            reason="what the model carries from the prefill to decoding beside its cache",
+        ),
+        *(
+            AddBase(
+                path=f"models/{folder}/modeling_{folder}.py",
+                scope=name,
+                base=mixin,
+                reason="the model says how this is repeated, or why it can't be",
+            )
+            for name in classes
+        ),
+    )
+]
+
 WHISPER_FILE = "models/whisper/generation_whisper.py"
 WHISPER_GENERATE = "WhisperGenerationMixin.generate"
 
@@ -568,28 +576,6 @@ SHARE_EDITS = [
         reason="the knob is documented where all others are",
     ),
     AddImport(
-        path="generation/utils.py",
-        after=".prefill",
-        statement="from .prompt_sharing import PromptSharingMixin",
-        reason="the strategy that stores a prompt's keys and values once",
-    ),
-    AddBase(
-        path="generation/utils.py",
-        scope="GenerationMixin",
-        base="PromptSharingMixin",
-        reason="every generative model can share a prompt's keys and values",
-    ),
-    ReplaceStatement(
-        path="generation/utils.py",
-        scope=GENERATE,
-        old="return result",
-        new="""
-            self._materialize_returned_cache(generation_config, result, model_kwargs.get("cache"))
-            return result
-        """,
-        reason="a cache that the caller gets back has upstream's layout",
-    ),
-    AddImport(
         path="cache_utils.py",
         after=".utils",
         statement="from .prefix_sharing import private_index",
@@ -629,7 +615,7 @@ SHARE_EDITS = [
 EDITS: list[Edit] = [
     *GENERATION_EDITS,
     *CACHE_EDITS,
-    *EQUAL_ROWS_EDITS,
+    *STATE_EDITS,
     *GUIDANCE_EDITS,
     *WHISPER_EDITS,
     *GROUP_BEAM_SEARCH_EDITS,

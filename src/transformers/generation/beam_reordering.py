@@ -12,12 +12,13 @@ def reorder_processors(logits_processor: Any, beam_idx: torch.LongTensor) -> Non
 
     Args:
         logits_processor ([`LogitsProcessorList`]):
-            The processors of a beam search. Those with a `reorder_cache` method get the beam indices.
+            The processors of a beam search. Those derived from [`ReorderedGuidanceMixin`] get the beam indices: a method of
+            the same name on a processor of the caller is its own business.
         beam_idx (`torch.LongTensor` of shape `(B * num_beams,)`):
             The row that each row of the next step continues.
     """
     for processor in logits_processor if isinstance(logits_processor, list) else ():
-        if hasattr(processor, "reorder_cache"):
+        if isinstance(processor, ReorderedGuidanceMixin):
             processor.reorder_cache(beam_idx)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..modeling_utils import PreTrainedModel
     from .configuration_utils import GenerationConfig
     from .logits_process import LogitsProcessorList
+    from .prefill import PrefillPlan
     from .stopping_criteria import StoppingCriteriaList
     from .streamers import BaseStreamer
     from .utils import GenerateBeamOutput
@@ -66,28 +67,23 @@ class BeamGroups:
     current_length: int
 
     @classmethod
-    def start(
-        cls, input_ids: torch.LongTensor, generation_config: "GenerationConfig", expand_size: int
-    ) -> "BeamGroups":
+    def start(cls, input_ids: torch.LongTensor, generation_config: "GenerationConfig") -> "BeamGroups":
         """
         Makes the groups of each item from its prompt.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `(B, L)` or `(B * N, L)`): The prompts.
+            input_ids (`torch.LongTensor` of shape `(B * N, L)`): The prompts, each N times.
             generation_config ([`GenerationConfig`]): The generation configuration.
-            expand_size (`int`): N if there is one row per prompt, 1 if there is one row per beam.
         """
         groups, group_size = beam_groups_shape(generation_config)
-        batch_size = input_ids.shape[0] * expand_size // (groups * group_size)
+        batch_size = input_ids.shape[0] // (groups * group_size)
         prompt_length, max_length = input_ids.shape[1], generation_config.max_length
         shape, device = (batch_size, groups, group_size), input_ids.device
 
         running_sequences = torch.full(
             (*shape, max_length), padding_value(generation_config), dtype=torch.long, device=device
         )
-        # One row per prompt broadcasts to all beams
-        prompt_shape = (batch_size, 1, 1) if expand_size > 1 else shape
-        running_sequences[..., :prompt_length] = input_ids.view(*prompt_shape, prompt_length)
+        running_sequences[..., :prompt_length] = input_ids.view(*shape, prompt_length)
         beam_indices = torch.full((*shape, max_length - prompt_length), -1, dtype=torch.int32, device=device)
         # The beams of a group are equal at first, so that only one of them is a hypothesis
         running_scores = torch.full(shape, NO_HYPOTHESIS_SCORE, dtype=torch.float, device=device)
@@ -209,7 +205,7 @@ class GroupBeamSearchMixin:
         """
         groups, beams = generation_config.num_beam_groups, generation_config.num_beams
         penalty = generation_config.diversity_penalty
-        if custom_generate is not None or groups is None:
+        if custom_generate is not None:
             return
         if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
             raise ValueError(f"`num_beam_groups` must be an integer of at least 1, but is {groups!r}.")
@@ -250,15 +246,15 @@ class GroupBeamSearchMixin:
         stopping_criteria: "StoppingCriteriaList",
         generation_config: "GenerationConfig",
         synced_gpus: bool = False,
-        expand_size: int = 1,
+        prefill_plan: Optional["PrefillPlan"] = None,
         **model_kwargs: Any,
     ) -> "GenerateBeamOutput | torch.LongTensor":
         r"""
         Generates sequences with diverse beam search, or with diverse beam sampling if `do_sample=True`.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `(B, L)`, or `(B * N, L)` with `expand_size=1`):
-                The prompts.
+            input_ids (`torch.LongTensor` of shape `(B * N, L)`):
+                The prompts, each N times.
             logits_processor (`LogitsProcessorList`):
                 Processes the log probabilities of all B * N rows at every step, before the penalty.
             stopping_criteria (`StoppingCriteriaList`):
@@ -267,8 +263,8 @@ class GroupBeamSearchMixin:
                 The generation configuration.
             synced_gpus (`bool`, *optional*, defaults to `False`):
                 Whether to go on with forward passes until all peers have finished.
-            expand_size (`int`, *optional*, defaults to 1):
-                How many rows the prefill makes of each row.
+            prefill_plan ([`PrefillPlan`], *optional*):
+                How the prompts are forwarded. Without it, `model_kwargs` hold all rows.
             model_kwargs:
                 The other inputs of the model.
 
@@ -276,15 +272,15 @@ class GroupBeamSearchMixin:
             [`GenerateBeamDecoderOnlyOutput`], [`GenerateBeamEncoderDecoderOutput`] or `torch.LongTensor`: The best
             `num_return_sequences` hypotheses per item over all groups. Their scores contain the penalties.
         """
-        state = BeamGroups.start(input_ids, generation_config, expand_size)
+        state = BeamGroups.start(input_ids, generation_config)
         records = self._start_records(generation_config)
-        outputs, rows, model_kwargs = self._prefill_and_expand(
-            input_ids,
-            generation_config,
-            model_kwargs,
-            expand_size=expand_size,
-            is_first_iteration=not generation_config.is_assistant,
-        )
+        rows, is_first = input_ids, not generation_config.is_assistant
+        if prefill_plan is None:
+            outputs = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first)
+        else:
+            outputs, model_kwargs = prefill_plan.prefill(
+                self, input_ids, generation_config, model_kwargs, is_first_iteration=is_first
+            )
         this_peer_finished = False
         while self._has_unfinished_sequences(this_peer_finished, synced_gpus, device=input_ids.device):
             if outputs is None:

@@ -1,102 +1,316 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """
 Prefill once: the prompt of B items is forwarded on B rows, then its logits and its cache become the B * N rows that
-decoding needs (N = `max(num_beams, num_return_sequences)`). Asked for in huggingface/transformers#27449.
+decoding needs (N = `max(num_beams, num_return_sequences)`). Asked for in huggingface/transformers#27449. A prompt that the
+batch holds several times is forwarded on one row for all of them.
 
-Shapes: B batch items, N rows per item, L prompt length, V vocabulary size.
+The way of a prompt: `generate` makes a plan (`plan_prefill`) before any forward. Where it says so, tokens are repeated
+as ever, but the other inputs stay as they are, and the decoding method gets the plan. Its prefill is `PrefillPlan.prefill`,
+which returns outputs, cache and inputs of B * N rows. Everywhere else `generate` does what it always did.
+
+Shapes: B batch items, N rows per item, U distinct rows, L prompt length, V vocabulary size.
 """
 
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from ..cache_expansion import cache_rows, cannot_expand
-from ..cache_utils import EncoderDecoderCache
+from ..cache_expansion import cache_rows
+from ..cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticCache
+from ..prefix_sharing.caches import materialize_cache, share_cache, why_not_share
 from ..utils import ModelOutput, logging
-from .prefill_hooks import (
-    STREAMING_MODELS,
-    expand_model_state,
-    hidden_states_row_dim,
-    why_expand_first,
-    why_training_matters,
+from .equal_rows import EqualRows, find_equal_rows, tensors_by_row, why_not_compare
+from .prefill_obstacles import (
+    ATTENTION_FIELDS,
+    HIDDEN_STATE_FIELDS,
+    is_on_probation,
+    is_overridden,
+    learn,
+    takes_plan,
+    why_not_expand,
+    why_not_prefill_once,
 )
 
 
 if TYPE_CHECKING:
+    from ..modeling_utils import PreTrainedModel
     from .configuration_utils import GenerationConfig
     from .logits_process import LogitsProcessorList
 
 
 logger = logging.get_logger(__name__)
 
-# Fields of a model output that hold one tensor, or a (nested) tuple of tensors, with one row per sequence
-ATTENTION_FIELDS = ("attentions", "decoder_attentions", "cross_attentions")
-HIDDEN_STATE_FIELDS = ("hidden_states", "decoder_hidden_states", "last_hidden_state")
 
-
-def repeat_rows(
-    value: Any,
-    expand_size: int | torch.LongTensor,
-    rows: int,
-    row_dim: Callable[[torch.Tensor], int] | None = None,
-) -> Any:
+# ---------------------------------------------------------------------------------------------------- the plan
+@dataclass(frozen=True)
+class PrefillPlan:
     """
-    Repeats each row of the tensors in `value` `expand_size` times, in place of the row: `[a, b] -> [a, a, b, b]`.
+    How one call of `generate` computes its prompt.
 
     Args:
-        value (`torch.Tensor`, `tuple` or `list` of such, or `None`):
-            Tensors with `rows` rows.
-        expand_size (`int` or `torch.LongTensor`):
-            Number of copies of a row. Or the indices of the rows to take, in any order.
-        rows (`int`):
-            Number of rows that the tensors must have.
-        row_dim (`Callable`, *optional*):
-            Gives the row dimension of a tensor. The first one if unset.
-
-    Raises:
-        `ValueError`: If a tensor doesn't have `rows` rows: its layout isn't known, and a guess would mix up sequences.
+        strategy (`str`): `"recompute"`, `"copy"` or `"share"`, see `GenerationConfig.prompt_expansion`.
+        reason (`str`): Why.
+        num_sequences (`int`, *optional*, defaults to 1): Number N of rows that decoding makes of each prompt.
+        equal_rows ([`EqualRows`], *optional*): Which prompts are equal, `None` if all are different or aren't compared.
+        on_probation (`bool`, *optional*, defaults to `False`): Whether the prefill runs code from outside.
+        dropped_inputs (`frozenset[str]`, *optional*): Inputs that nothing reads after the prefill.
     """
-    if isinstance(value, (tuple, list)):
-        return type(value)(repeat_rows(item, expand_size, rows, row_dim) for item in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    dim = row_dim(value) if row_dim is not None else 0
-    if value.shape[dim] != rows:
-        raise ValueError(
-            f"Can't repeat the rows of an output of shape {tuple(value.shape)}: dimension {dim} must have {rows} rows. "
-            'Set `prompt_expansion="recompute"` to generate with this model.'
+
+    strategy: str
+    reason: str
+    num_sequences: int = 1
+    equal_rows: EqualRows | None = None
+    on_probation: bool = False
+    dropped_inputs: frozenset[str] = frozenset()
+
+    @property
+    def prefills_once(self) -> bool:
+        """Whether the prefill has fewer rows than decoding."""
+        return self.strategy != "recompute"
+
+    @property
+    def group_size(self) -> int:
+        """For how many prompts, one after the other, a row of the prefill stands."""
+        return 1 if self.equal_rows is None else self.equal_rows.group_size
+
+    def rows_to_take(self, batch_size: int) -> torch.LongTensor:
+        """Which row of the prefill each of the `batch_size` * N rows goes on from."""
+        groups = range(batch_size) if self.equal_rows is None else self.equal_rows.groups
+        return torch.tensor(list(groups)).repeat_interleave(self.num_sequences)
+
+    def encode(
+        self,
+        model: "PreTrainedModel",
+        inputs_tensor: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        model_input_name: str | None,
+        generation_config: "GenerationConfig",
+    ) -> tuple["PrefillPlan", dict[str, Any]]:
+        """
+        Runs the encoder, if there is one to run, on the distinct rows. Its outputs get all rows again.
+
+        Returns:
+            `tuple[PrefillPlan, dict]`: The plan, without equal rows if they could not be told apart in the outputs, or
+            if the encoder draws random numbers; and the inputs with what was encoded.
+        """
+        prepare = model._maybe_prepare_encoder_kwargs_for_generation
+        if not model.config.is_encoder_decoder or model_kwargs.get("encoder_outputs") is not None:
+            return self, prepare(inputs_tensor, model_kwargs, model_input_name, generation_config)
+        distinct = self.equal_rows.select({"inputs_tensor": inputs_tensor, **model_kwargs})
+        random = RandomState(inputs_tensor.device)
+        encoded = prepare(distinct.pop("inputs_tensor"), distinct, model_input_name, generation_config)
+        added = {name: value for name, value in encoded.items() if model_kwargs.get(name) is None}
+        if random.restore_if_changed():
+            obstacle = "the encoder draws random numbers"
+        elif not self.equal_rows.can_restore(added):
+            obstacle = "the encoder's outputs have another number of rows than its inputs"
+        else:
+            kept = {name: value for name, value in model_kwargs.items() if name in encoded}
+            return self, kept | self.equal_rows.restore(added)
+        _log_all_prefilled(model, obstacle)
+        strategy = "recompute" if self.num_sequences == 1 else self.strategy
+        plan = replace(self, strategy=strategy, equal_rows=None)
+        return plan, prepare(inputs_tensor, model_kwargs, model_input_name, generation_config)
+
+    def expand_prompts(
+        self, input_ids: torch.LongTensor, expand_size: int, is_encoder_decoder: bool, **model_kwargs: Any
+    ) -> tuple[torch.LongTensor, dict[str, Any]]:
+        """In place of `_expand_inputs_for_generation`: repeats the tokens alone, the other inputs after the prefill."""
+        return input_ids.repeat_interleave(expand_size, dim=0), model_kwargs
+
+    def logits_processors_of(self, model: "PreTrainedModel") -> Callable[..., "LogitsProcessorList"]:
+        """In place of `model._get_logits_processor`."""
+        return partial(self._get_logits_processor, model)
+
+    def _get_logits_processor(
+        self,
+        model: "PreTrainedModel",
+        encoder_input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        negative_prompt_ids: torch.LongTensor | None,
+        negative_prompt_attention_mask: torch.LongTensor | None,
+        **kwargs: Any,
+    ) -> "LogitsProcessorList":
+        """Prepares the processors for B * N rows: of the masks they read the padding, of negative prompts all."""
+        if negative_prompt_ids is not None and negative_prompt_ids.shape[0] == encoder_input_ids.shape[0]:
+            negative_prompt_ids = negative_prompt_ids.repeat_interleave(self.num_sequences, dim=0)
+            if negative_prompt_attention_mask is not None:
+                negative_prompt_attention_mask = negative_prompt_attention_mask.repeat_interleave(
+                    self.num_sequences, dim=0
+                )
+        if self.prefills_once:
+            masks = {
+                name: model_kwargs[name].repeat_interleave(self.num_sequences, dim=0)
+                for name in ("attention_mask", "decoder_attention_mask")
+                if model_kwargs.get(name) is not None
+            }
+            model_kwargs = {**model_kwargs, **masks}
+        return model._get_logits_processor(
+            encoder_input_ids=encoder_input_ids,
+            model_kwargs=model_kwargs,
+            negative_prompt_ids=negative_prompt_ids,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+            **kwargs,
         )
-    if isinstance(expand_size, torch.Tensor):
-        return value.index_select(dim, expand_size.to(value.device))
-    return value.repeat_interleave(expand_size, dim=dim)
 
+    def hand_to(self, decoding_method: Callable, model_kwargs: dict[str, Any], batch_size: int) -> Callable:
+        """
+        Returns `decoding_method` with the plan in its hands. A static cache that `generate` has just initialized for
+        B * N rows gets those of the prefill.
+        """
+        cache = model_kwargs.get("cache")
+        rows = batch_size if self.equal_rows is None else len(self.equal_rows.firsts)
+        is_early = isinstance(cache, StaticCache) and not getattr(cache, "_is_user_defined", False)
+        if is_early and cache_rows(cache) not in (None, rows):
+            cache.batch_select_indices(torch.arange(rows))
+        if takes_plan(decoding_method):
+            return partial(decoding_method, prefill_plan=self)
 
-def why_not_expand_cache(cache: Any, batch_size: int, expand_size: int) -> str | None:
-    """
-    Returns why a cache that the caller passed in can't be expanded after the prefill, or `None` if it can.
+        def expand_in_loop(model: "PreTrainedModel", input_ids: torch.LongTensor, **kwargs: Any) -> Any:
+            prompts = input_ids[:: self.num_sequences]
+            return decoding_method(model, prompts, expand_size=self.num_sequences, **kwargs)
 
-    Args:
-        cache ([`Cache`], *optional*): The cache, empty or filled with a common prefix of the prompts.
-        batch_size (`int`): Number B of prompts.
-        expand_size (`int`): Number N of rows per prompt.
+        return expand_in_loop
 
-    Raises:
-        `ValueError`: If the cache has neither B nor B * N rows.
-    """
-    if cache is None:
-        return None
-    rows = cache_rows(cache)
-    if rows not in (None, batch_size, batch_size * expand_size):
-        raise ValueError(
-            f"`cache` must hold one row per prompt ({batch_size}) or one row per returned beam or sequence "
-            f"({batch_size} * {expand_size} = {batch_size * expand_size}), but it holds {rows} rows."
+    def prefill(
+        self,
+        model: "PreTrainedModel",
+        input_ids: torch.LongTensor,
+        generation_config: "GenerationConfig",
+        model_kwargs: dict[str, Any],
+        is_first_iteration: bool = True,
+    ) -> tuple[ModelOutput, dict[str, Any]]:
+        """
+        Forwards the prompts, then expands all that decoding goes on with.
+
+        A prefill that draws random numbers, or whose outputs can't be expanded with certainty, is done once more, on
+        B * N rows and from the state before: what comes out is what all rows would have given.
+
+        Args:
+            model ([`PreTrainedModel`]): The model.
+            input_ids (`torch.LongTensor` of shape `(B * N, L)`): The prompts, each N times.
+            generation_config ([`GenerationConfig`]): The generation configuration.
+            model_kwargs (`dict`): The other inputs of the model, with B rows.
+            is_first_iteration (`bool`, *optional*, defaults to `True`): See `_prefill`.
+
+        Returns:
+            `tuple[ModelOutput, dict]`: The outputs of the prefill (logits of the last position only, of shape
+            `(B * N, 1, V)`), and the `model_kwargs` with B * N rows.
+        """
+        prompts = input_ids[:: self.num_sequences]
+        given = {"input_ids": prompts, **model_kwargs}
+        given = dict(given) if self.equal_rows is None else self.equal_rows.select(given)
+        rows = given["input_ids"].shape[0]
+        before, random = CacheState(model_kwargs.get("cache")), RandomState(model.device)
+        outputs = model._prefill(
+            given.pop("input_ids"), generation_config, given, is_first_iteration=is_first_iteration
         )
-    if rows is not None and rows != batch_size:
-        return f"the cache passed in holds {rows} rows already"
-    return cannot_expand(cache)
+        caches = outermost_caches(outputs.get("cache"), given.get("cache"))
+        draws = random.restore_if_changed()
+        obstacle = "the prefill draws random numbers" if draws else None
+        obstacle = obstacle or why_not_expand(model, outputs, caches, rows, self.on_probation)
+        if obstacle is not None:
+            learn(model, obstacle, about_class=self.on_probation and not draws)
+            logger.info_once(f"{type(model).__name__}: the prompt is forwarded again, on all rows ({obstacle})")
+            before.restore(self.rows_to_take(len(prompts)))
+            return self._prefill_all_rows(model, input_ids, generation_config, model_kwargs, is_first_iteration)
+
+        self._expand_results(model, outputs, caches, model_kwargs, rows, len(prompts))
+        if given.get("cache") is not None:
+            model_kwargs = {**model_kwargs, "cache": given["cache"]}
+        if len(caches) > 0 and model_kwargs.get("use_cache", True):
+            model_kwargs = {name: value for name, value in model_kwargs.items() if name not in self.dropped_inputs}
+        return outputs, self._expand_inputs(model, prompts, model_kwargs)
+
+    def _expand_results(
+        self,
+        model: "PreTrainedModel",
+        outputs: ModelOutput,
+        caches: list[Any],
+        model_kwargs: dict[str, Any],
+        rows: int,
+        batch_size: int,
+    ) -> None:
+        """Makes the outputs and caches of a prefill of `rows` rows those of B * N rows, in place."""
+        repeats = self.num_sequences * self.group_size
+        is_grouped = rows * repeats == batch_size * self.num_sequences
+        indices = self.rows_to_take(batch_size).to(outputs.logits.device)
+        # Only the last position is ever read, and all of them are N times the memory
+        outputs.logits = take_rows(outputs.logits[:, -1:], indices)
+        for name in ATTENTION_FIELDS + HIDDEN_STATE_FIELDS:
+            if outputs.get(name) is not None:
+                row_dim = model._hidden_state_row_dim if name in HIDDEN_STATE_FIELDS else None
+                outputs[name] = take_rows(outputs[name], indices, row_dim)
+        model._expand_prefill_state(outputs, model_kwargs, repeats)
+        for cache in caches:
+            if not is_grouped:
+                cache.batch_select_indices(torch.tensor(self.equal_rows.groups))
+            if self.strategy == "share":
+                share_cache(cache, repeats, model)
+            else:
+                cache.batch_repeat_interleave(repeats)
+
+    def _expand_inputs(
+        self, model: "PreTrainedModel", prompts: torch.LongTensor, model_kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        return model._expand_inputs_for_generation(
+            expand_size=self.num_sequences,
+            is_encoder_decoder=model.config.is_encoder_decoder,
+            input_ids=prompts,
+            **model_kwargs,
+        )[1]
+
+    def _prefill_all_rows(
+        self,
+        model: "PreTrainedModel",
+        input_ids: torch.LongTensor,
+        generation_config: "GenerationConfig",
+        model_kwargs: dict[str, Any],
+        is_first_iteration: bool,
+    ) -> tuple[ModelOutput, dict[str, Any]]:
+        """Expands the inputs, then forwards all rows."""
+        model_kwargs = self._expand_inputs(model, input_ids[:: self.num_sequences], model_kwargs)
+        outputs = model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
+        return outputs, model_kwargs
+
+    @staticmethod
+    def return_cache(model: "PreTrainedModel", result: Any, cache: Any) -> None:
+        """Gives a shared cache the layout of B * N rows if the caller gets it back, and learns from it."""
+        returned = [result.get("cache")] if isinstance(result, ModelOutput) else []
+        if getattr(cache, "_is_user_defined", False):
+            returned.append(cache)
+        for part in outermost_caches(cache, *returned):
+            learn_from(part, model)
+        for part in outermost_caches(*returned):
+            materialize_cache(part)
+
+
+def take_rows(value: Any, indices: torch.LongTensor, row_dim: Callable[[torch.Tensor], int] | None = None) -> Any:
+    """Takes the rows `indices` of all tensors in `value`. `row_dim` tells which dimension holds them, by default the first."""
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.index_select(0 if row_dim is None else row_dim(tensor), indices.to(tensor.device))
+
+    return pytree.tree_map_only(torch.Tensor, take, value)
+
+
+def outermost_caches(*caches: Any) -> list[Any]:
+    """
+    Returns each of the caches once, without those that are a part of another one: blip wraps the self-attention cache
+    that it is given into an [`EncoderDecoderCache`] of its own.
+    """
+    caches = {id(cache): cache for cache in caches if cache is not None}
+    for cache in list(caches.values()):
+        if isinstance(cache, EncoderDecoderCache):
+            caches.pop(id(cache.self_attention_cache), None)
+            caches.pop(id(cache.cross_attention_cache), None)
+    return list(caches.values())
 
 
 def detach_from_caller(model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -114,187 +328,272 @@ def detach_from_caller(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     return model_kwargs
 
 
-def outermost_caches(*caches: Any) -> list[Any]:
-    """
-    Returns each of the caches once, without those that are a part of another one: blip wraps the self-attention cache
-    that it is given into an [`EncoderDecoderCache`] of its own.
-    """
-    caches = {id(cache): cache for cache in caches if cache is not None}
-    for cache in list(caches.values()):
-        if isinstance(cache, EncoderDecoderCache):
-            caches.pop(id(cache.self_attention_cache), None)
-            caches.pop(id(cache.cross_attention_cache), None)
-    return list(caches.values())
+class RandomState:
+    """The states of torch's random number generators, of the CPU and of the accelerator that `device` is on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._modules = [torch] if device.type in ("cpu", "meta") else [torch, torch.get_device_module(device)]
+        self._states = self._read()
+
+    def _read(self) -> list[torch.Tensor]:
+        # Where layers are spread over several devices, each has a generator of its own
+        states = [
+            getattr(module, "get_rng_state_all", lambda module=module: [module.get_rng_state()])()
+            for module in self._modules
+        ]
+        return [state for of_module in states for state in of_module]
+
+    def restore_if_changed(self) -> bool:
+        """Whether a random number was drawn since. If so, it is as if none was."""
+        if all(map(torch.equal, self._states, self._read())):
+            return False
+        states = iter(self._states)
+        for module in self._modules:
+            if hasattr(module, "set_rng_state_all"):
+                module.set_rng_state_all([next(states) for _ in range(module.device_count())])
+            else:
+                module.set_rng_state(next(states))
+        return True
 
 
+class CacheState:
+    """What a cache held before a prefill. Only tensors that layers write into are copied."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        parts = [cache, *(getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross"))]
+        layers = [layer for part in parts if part is not None for layer in getattr(part, "layers", None) or ()]
+        self._states = [
+            (holder, _keep(vars(holder), holder)) for holder in (*parts, *layers) if hasattr(holder, "__dict__")
+        ]
+
+    def restore(self, indices: torch.LongTensor) -> None:
+        """Gives the cache, which stays the same object, its state from before, and takes the rows `indices` of it."""
+        for holder, state in self._states:
+            vars(holder).clear()
+            vars(holder).update(state)
+        if self._cache is not None and cache_rows(self._cache) is not None:
+            self._cache.batch_select_indices(indices)
+
+
+def _keep(value: Any, holder: Any) -> Any:
+    """A copy of the containers in `value`, and of its tensors unless `holder` is a layer that makes new ones."""
+    if isinstance(value, torch.Tensor):
+        return value if type(holder) in (DynamicLayer, DynamicSlidingWindowLayer) else value.clone()
+    if type(value) is dict:
+        return {key: _keep(item, holder) for key, item in value.items()}
+    return [_keep(item, holder) for item in value] if type(value) is list else value
+
+
+# ---------------------------------------------------------------------------------------------------- making the plan
+def plan_prefill(
+    model: "PreTrainedModel",
+    decoding_method: Callable,
+    generation_config: "GenerationConfig",
+    inputs_tensor: torch.Tensor,
+    model_kwargs: dict[str, Any],
+) -> PrefillPlan:
+    """
+    Decides how the prompt is computed, before any forward pass. What is decided is logged with its reason, unless there
+    is one row per prompt and no prompt repeats.
+
+    Args:
+        model ([`PreTrainedModel`]): The model.
+        decoding_method (`Callable`): The method that runs the decoding loop.
+        generation_config ([`GenerationConfig`]): The configuration of this call.
+        inputs_tensor (`torch.Tensor` of shape `(B, ...)`): The main input of the model, or of its encoder.
+        model_kwargs (`dict`): The other inputs of the model, not expanded yet.
+
+    Returns:
+        [`PrefillPlan`]: The plan.
+
+    Raises:
+        `ValueError`: If the strategy asked for isn't possible here, or if the cache passed in has neither B nor
+            B * N rows.
+    """
+    requested = getattr(generation_config, "prompt_expansion", None) or "auto"
+    count, batch_size = (
+        max(generation_config.num_beams, generation_config.num_return_sequences),
+        inputs_tensor.shape[0],
+    )
+    if count == 1 and (batch_size == 1 or requested == "recompute"):
+        return PrefillPlan("recompute", "there is one row per prompt")
+
+    obstacle, doubt = why_not_prefill_once(model, decoding_method, generation_config, batch_size, count, model_kwargs)
+    # Who asks for a way takes the responsibility for what can only be suspected
+    overrides_doubt = doubt is not None and requested in ("copy", "share") and count > 1
+    if obstacle is None and doubt is not None and not overrides_doubt:
+        obstacle = doubt
+    if obstacle is not None or requested == "recompute":
+        return _refuse_or_recompute(model, requested, obstacle, count)
+
+    equal_rows = _find_equal_rows(model, decoding_method, generation_config, inputs_tensor, model_kwargs)
+    if count == 1 and equal_rows is None:
+        return PrefillPlan("recompute", "no prompt repeats")
+    group_size = 1 if equal_rows is None else equal_rows.group_size
+    strategy, reason = choose_strategy(
+        model, generation_config, model_kwargs.get("cache"), requested, inputs_tensor, repeats=count * group_size
+    )
+    if requested not in ("auto", strategy) and count > 1:
+        raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {reason}.")
+    if overrides_doubt:
+        reason = f"{reason}, and was asked for although {doubt}"
+    if count * group_size > 1:
+        logger.info_once(f"{type(model).__name__}: prompt_expansion={strategy!r} ({reason})")
+    return PrefillPlan(
+        strategy=strategy,
+        reason=reason,
+        num_sequences=count,
+        equal_rows=equal_rows,
+        on_probation=is_on_probation(model),
+        dropped_inputs=consumed_inputs(model),
+    )
+
+
+def _refuse_or_recompute(model: "PreTrainedModel", requested: str, obstacle: str | None, count: int) -> PrefillPlan:
+    if requested in ("copy", "share") and count > 1:
+        raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {obstacle}.")
+    reason = obstacle or "asked for"
+    if count > 1:
+        logger.info_once(f"{type(model).__name__}: prompt_expansion='recompute' ({reason})")
+    else:
+        _log_all_prefilled(model, reason)
+    return PrefillPlan("recompute", reason, count)
+
+
+def choose_strategy(
+    model: "PreTrainedModel",
+    generation_config: "GenerationConfig",
+    cache: Any,
+    requested: str,
+    inputs_tensor: torch.Tensor,
+    repeats: int,
+) -> tuple[str, str]:
+    """
+    Chooses how the cache of a prefill becomes one of more rows.
+
+    Args:
+        model ([`PreTrainedModel`]): The model, with its type and device.
+        generation_config ([`GenerationConfig`]): The configuration of this call, with the kind of cache.
+        cache ([`Cache`], *optional*): The cache that the caller passed in.
+        requested (`str`): The strategy asked for, or `"auto"`.
+        inputs_tensor (`torch.Tensor` of shape `(B, L, ...)`): The main input of the model, or of its encoder.
+        repeats (`int`): Number of rows that go on from each row of the prefill.
+
+    Returns:
+        `tuple[str, str]`: `"copy"` or `"share"`, and why it is taken: what stands in the way of the one asked for, if it
+        is another.
+    """
+    if requested in ("copy", "recompute") or repeats == 1:
+        return "copy", "the prompt's cache can be repeated"
+    obstacle = why_not_share_here(model, generation_config, cache)
+    if obstacle is None and requested == "auto" and generation_config.cache_implementation == "static":
+        # Who asks for a static cache wants shapes that stay, also from one prompt to the next
+        obstacle = "decoding would be compiled for the length of each prompt; ask for 'share' if that is fine"
+    return ("share", "the prompt's cache can be shared") if obstacle is None else ("copy", obstacle)
+
+
+def why_not_share_here(model: "PreTrainedModel", generation_config: "GenerationConfig", cache: Any) -> str | None:
+    """Returns what stands in the way of storing the prompt's keys and values once, or `None` if nothing does."""
+    if not generation_config.use_cache:
+        return "there is no cache"
+    if generation_config.output_attentions:
+        return "attention weights are asked for"
+    if (implementation := generation_config.cache_implementation) not in (None, "dynamic", "static"):
+        return f"a {implementation!r} cache can't be shared"
+    if cache is None:
+        if not model._supports_default_dynamic_cache():
+            return "the model doesn't keep keys and values in a `DynamicCache`"
+        # What `generate` is going to make. In an encoder-decoder model, cross-attention gets plain layers beside it
+        config = model.config.get_text_config(decoder=True)
+        cache = StaticCache(config, max_cache_len=1) if implementation == "static" else DynamicCache(config=config)
+    elif getattr(cache, "_is_user_defined", True):
+        is_pair = isinstance(cache, EncoderDecoderCache)
+        parts = [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
+        if any(type(part) is not DynamicCache or part.offloading for part in parts):
+            return "the cache passed in is not a plain `DynamicCache`"
+    return why_not_share(model, cache)
+
+
+def consumed_inputs(model: "PreTrainedModel") -> frozenset[str]:
+    """Names of the multimodal inputs that only the prefill of `model` reads: with a cache they are dead weight."""
+    from .utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+    if model._reads_inputs_while_decoding or is_overridden(model, "prepare_inputs_for_generation"):
+        return frozenset()
+    # Models that name such an input in their own `prepare_inputs_for_generation` may read it at every step
+    kept = inspect.signature(model.prepare_inputs_for_generation).parameters
+    return frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) - frozenset(kept)
+
+
+def _find_equal_rows(
+    model: "PreTrainedModel",
+    decoding_method: Callable,
+    generation_config: "GenerationConfig",
+    inputs_tensor: torch.Tensor,
+    model_kwargs: dict[str, Any],
+) -> EqualRows | None:
+    """Finds the prompts whose prefill would be the same: `None` if nothing repeats, or all have to be forwarded."""
+    if inputs_tensor.shape[0] == 1:
+        return None
+    obstacle = why_not_equal_rows(model, decoding_method, generation_config)
+    obstacle = obstacle or why_not_compare(model_kwargs, inputs_tensor.shape[0])
+    equal_rows = None
+    if obstacle is None:
+        equal_rows = find_equal_rows([inputs_tensor, *tensors_by_row(model_kwargs, inputs_tensor)])
+        if equal_rows is None:
+            return None
+        keeps_state = type(model)._expand_prefill_state is not PrefillMixin._expand_prefill_state
+        if equal_rows.group_size == 1 and keeps_state:
+            obstacle = "the model keeps a state outside of its cache, whose rows can't be moved"
+    if obstacle is not None:
+        _log_all_prefilled(model, obstacle)
+        return None
+    way = "groups of one size" if equal_rows.group_size > 1 else "copied to where they repeat"
+    logger.info_once(f"{type(model).__name__}: equal rows are prefilled once ({way})")
+    return equal_rows
+
+
+def why_not_equal_rows(
+    model: "PreTrainedModel", decoding_method: Callable, generation_config: "GenerationConfig"
+) -> str | None:
+    """Returns why prompts that look equal can't be taken for equal, or `None` if they can."""
+    if not takes_plan(decoding_method):
+        name = getattr(decoding_method, "__qualname__", type(decoding_method).__name__)
+        return f"the decoding method `{name}` may change each row of the prompt"
+    if model._reads_inputs_while_decoding:
+        return "the model goes on reading its audio while decoding"
+    if isinstance(generation_config.decoder_start_token_id, (list, tuple, torch.Tensor)):
+        return "`decoder_start_token_id` holds a token for each row"
+    return None
+
+
+def _log_all_prefilled(model: "PreTrainedModel", reason: str) -> None:
+    logger.info_once(f"{type(model).__name__}: equal rows are all prefilled ({reason})")
+
+
+# ---------------------------------------------------------------------------------------------------- for models and loops
 class PrefillMixin:
     """
-    The part of [`GenerationMixin`] that turns a prompt of B rows into B * N rows.
-
-    The contract: a decoding method that has the parameter `expand_size` owns the expansion. `generate` hands it B rows
-    and `expand_size=N`, and it calls [`PrefillMixin._prefill_and_expand`]. Every other decoding method (a
-    `custom_generate` callable or repository, the own loop of a model) gets B * N rows, as it always did.
+    The part of [`GenerationMixin`] that models with a state of their own override, and that decoding loops of other
+    people call.
     """
 
-    def _resolve_prompt_expansion(
-        self,
-        decoding_method: Callable,
-        generation_config: "GenerationConfig",
-        batch_size: int,
-        model_kwargs: dict[str, Any],
-        inputs_tensor: torch.Tensor,
-    ) -> int:
-        """
-        Decides how the prompt is expanded, before any forward pass. The strategy taken is written to
-        `generation_config.prompt_expansion` and logged with its reason.
+    # Whether decoding steps read inputs that `generate` drops after the prefill of other models
+    _reads_inputs_while_decoding = False
 
-        Args:
-            decoding_method (`Callable`): The method that runs the decoding loop.
-            generation_config ([`GenerationConfig`]): The configuration of this call alone. Changed in place.
-            batch_size (`int`): Number B of prompts.
-            model_kwargs (`dict`): The inputs of the model, not expanded yet.
-            inputs_tensor (`torch.Tensor` of shape `(B, ...)`): The main input of the model, or of its encoder.
+    def _why_not_prefill_once(self, model_kwargs: dict[str, Any]) -> str | None:
+        """Returns why the model needs all rows in its prefill, or `None`. `model_kwargs` are its inputs."""
+        return None
 
-        Returns:
-            `int`: The `expand_size` for the decoding method: N, or 1 where rows are expanded before the prefill.
+    def _expand_prefill_state(self, outputs: ModelOutput, model_kwargs: dict[str, Any], expand_size: int) -> None:
+        """Repeats each row of what is carried from the prefill to decoding outside of a cache, in place."""
 
-        Raises:
-            `ValueError`: If the strategy asked for isn't possible here, or if the cache passed in has neither B nor
-                B * N rows.
-        """
-        requested = generation_config.prompt_expansion or "auto"
-        expand_size = max(generation_config.num_beams, generation_config.num_return_sequences)
-        obstacle = self._why_expand_first(decoding_method, generation_config, batch_size, model_kwargs)
-        repeats = expand_size
-        if obstacle is not None or requested == "recompute":
-            strategy, reason = "recompute", obstacle or "asked for"
-        else:
-            repeats *= self._group_rows(decoding_method, generation_config, inputs_tensor, model_kwargs)
-            strategy, reason = self._choose_cache_expansion(requested, repeats, generation_config, model_kwargs)
-        if requested not in ("auto", strategy) and expand_size > 1:
-            raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {reason}.")
+    def _hidden_state_row_dim(self, hidden_state: torch.Tensor) -> int:
+        """Returns which dimension of a hidden state holds the rows."""
+        return 0
 
-        generation_config.prompt_expansion = strategy
-        generation_config._expand_after_prefill = strategy != "recompute"
-        if repeats == 1:
-            return 1
-        logger.info_once(f"{type(self).__name__}: prompt_expansion={strategy!r} ({reason})")
-        return 1 if strategy == "recompute" else expand_size
-
-    def _why_expand_first(
-        self,
-        decoding_method: Callable,
-        generation_config: "GenerationConfig",
-        batch_size: int,
-        model_kwargs: dict[str, Any],
-    ) -> str | None:
-        """Returns what stands in the way of a prefill on B rows, or `None` if nothing does."""
-        if "expand_size" not in inspect.signature(decoding_method).parameters:
-            name = getattr(decoding_method, "__qualname__", type(decoding_method).__name__)
-            return f"the decoding method `{name}` doesn't take `expand_size`"
-        expand_size = max(generation_config.num_beams, generation_config.num_return_sequences)
-        if (reason := why_not_expand_cache(model_kwargs.get("cache"), batch_size, expand_size)) is not None:
-            return reason
-        if generation_config.token_healing:
-            return "token healing may change each row of the prompt"
-        if self.training and (reason := why_training_matters(self)) is not None:
-            return reason
-        return why_expand_first(self, model_kwargs)
-
-    def _group_rows(
-        self,
-        decoding_method: Callable,
-        generation_config: "GenerationConfig",
-        inputs_tensor: torch.Tensor,
-        model_kwargs: dict[str, Any],
-    ) -> int:
-        """Returns for how many rows of the batch, one after the other, a row of the prefill stands: for itself alone."""
-        return 1
-
-    def _count_prefill_rows(self, generation_config: "GenerationConfig", batch_size: int) -> int:
-        """Number of rows that the prefill of `batch_size` prompts runs on, for caches that are initialized before it."""
-        # The flag is only there in `generate`: loops of a model's own expand their rows before they prepare a cache
-        if getattr(generation_config, "_expand_after_prefill", False):
-            return batch_size
-        return max(generation_config.num_beams, generation_config.num_return_sequences) * batch_size
-
-    def _choose_cache_expansion(
-        self, requested: str, expand_size: int, generation_config: "GenerationConfig", model_kwargs: dict[str, Any]
-    ) -> tuple[str, str]:
-        """
-        Chooses how the cache of a prefill on B rows becomes one of B * N rows.
-
-        Args:
-            requested (`str`): The strategy asked for, or `"auto"`.
-            expand_size (`int`): Number N of rows per prompt.
-            generation_config ([`GenerationConfig`]): The configuration of this call alone. May be changed in place.
-            model_kwargs (`dict`): The inputs of the model, not expanded yet.
-
-        Returns:
-            `tuple[str, str]`: The strategy, and why it is taken: what stands in the way of the one asked for, if it
-            is another.
-        """
-        return "copy", "the prompt's cache can be repeated"
-
-    def _expand_inputs_before_prefill(
-        self, generation_config: "GenerationConfig", **inputs: Any
-    ) -> tuple[torch.LongTensor, dict[str, Any]]:
-        """
-        Expands the inputs to B * N rows, unless the decoding method does so after its prefill.
-
-        Args:
-            generation_config ([`GenerationConfig`]): Holds the strategy, see `_resolve_prompt_expansion`.
-            inputs: The arguments of `_expand_inputs_for_generation`.
-        """
-        if generation_config._expand_after_prefill:
-            del inputs["expand_size"], inputs["is_encoder_decoder"]
-            return inputs.pop("input_ids"), inputs
-        return self._expand_inputs_for_generation(**inputs)
-
-    def _get_expanded_logits_processor(
-        self,
-        generation_config: "GenerationConfig",
-        batch_size: int,
-        expand_size: int,
-        model_kwargs: dict[str, Any],
-        negative_prompt_ids: torch.LongTensor | None,
-        negative_prompt_attention_mask: torch.LongTensor | None,
-        **kwargs: Any,
-    ) -> "LogitsProcessorList":
-        """
-        Prepares the logits processors for B * N rows.
-
-        Args:
-            generation_config ([`GenerationConfig`]): The generation configuration.
-            batch_size (`int`): Number B of prompts.
-            expand_size (`int`): How many times the decoding method repeats each row of `model_kwargs`.
-            model_kwargs (`dict`): The inputs of the model. Processors read the padding from its masks.
-            negative_prompt_ids (`torch.LongTensor` of shape `(B, L)` or `(B * N, L)`, *optional*):
-                The negative prompts of classifier-free guidance, one per prompt or one per row.
-            negative_prompt_attention_mask (`torch.LongTensor` of the same shape, *optional*): Their mask.
-            kwargs: The other arguments of `_get_logits_processor`.
-        """
-        repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
-        if negative_prompt_ids is not None and repeats > 1 and negative_prompt_ids.shape[0] == batch_size:
-            negative_prompt_ids = negative_prompt_ids.repeat_interleave(repeats, dim=0)
-            if negative_prompt_attention_mask is not None:
-                negative_prompt_attention_mask = negative_prompt_attention_mask.repeat_interleave(repeats, dim=0)
-        if expand_size > 1:
-            masks = {
-                name: model_kwargs[name].repeat_interleave(expand_size, dim=0)
-                for name in ("attention_mask", "decoder_attention_mask")
-                if model_kwargs.get(name) is not None
-            }
-            model_kwargs = {**model_kwargs, **masks}
-        return self._get_logits_processor(
-            generation_config=generation_config,
-            model_kwargs=model_kwargs,
-            negative_prompt_ids=negative_prompt_ids,
-            negative_prompt_attention_mask=negative_prompt_attention_mask,
-            **kwargs,
-        )
-
-    def _prefill_and_expand(
+    def prefill_and_expand(
         self,
         input_ids: torch.LongTensor,
         generation_config: "GenerationConfig",
@@ -303,71 +602,38 @@ class PrefillMixin:
         is_first_iteration: bool = True,
     ) -> tuple[ModelOutput, torch.LongTensor, dict[str, Any]]:
         """
-        Forwards the prompt on the rows given, then expands all that decoding goes on with.
+        The prefill of a decoding method of one's own (`custom_generate`) that has the parameter `expand_size`: `generate`
+        hands such a method B rows and `expand_size=N`. A method without it gets B * N rows.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `(B, L)`):
-                The prompts, or `(B * N, L)` where they were expanded before.
+            input_ids (`torch.LongTensor` of shape `(B, L)`): The prompts.
             generation_config ([`GenerationConfig`]): The generation configuration.
-            model_kwargs (`dict`): The other inputs of the model, with as many rows.
-            expand_size (`int`, *optional*, defaults to 1): Number of rows to make of each row.
+            model_kwargs (`dict`): The other inputs of the model, with B rows.
+            expand_size (`int`, *optional*, defaults to 1): Number N of rows to make of each. With 1, rows are final.
             is_first_iteration (`bool`, *optional*, defaults to `True`): See `_prefill`.
 
         Returns:
-            `tuple`: The outputs of the prefill (logits of the last position only, of shape
-            `(B * expand_size, 1, V)`), the `input_ids` of shape `(B * expand_size, L)` and the `model_kwargs`.
+            `tuple`: The outputs of the prefill (logits of the last position only, of shape `(B * N, 1, V)`), the
+            `input_ids` of shape `(B * N, L)`, and the `model_kwargs` with B * N rows.
+
+        Raises:
+            `ValueError`: If `expand_size` is not an integer of at least 1.
         """
-        outputs, group_size = self._prefill_groups(input_ids, generation_config, model_kwargs, is_first_iteration)
-        rows, repeats = input_ids.shape[0] // group_size, expand_size * group_size
-        if repeats == 1:
+        if not isinstance(expand_size, int) or expand_size < 1:
+            raise ValueError(f"`expand_size` must be an integer of at least 1, but is {expand_size!r}.")
+        if expand_size == 1:
+            outputs = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
             return outputs, input_ids, model_kwargs
-
-        self._expand_outputs(outputs, repeats, rows)
-        expand_model_state(self, outputs, model_kwargs, repeats)
-        caches = outermost_caches(outputs.get("cache"), model_kwargs.get("cache"))
-        for cache in caches:
-            self._expand_cache(cache, repeats, generation_config)
-        input_ids, model_kwargs = self._expand_inputs_for_generation(
-            expand_size=expand_size,
-            is_encoder_decoder=self.config.is_encoder_decoder,
-            input_ids=input_ids,
-            **self._drop_consumed_inputs(model_kwargs, has_cache=len(caches) > 0),
+        requested = getattr(generation_config, "prompt_expansion", None) or "auto"
+        cache = model_kwargs.get("cache")
+        strategy, reason = choose_strategy(self, generation_config, cache, requested, input_ids, repeats=expand_size)
+        plan = PrefillPlan(
+            strategy=strategy,
+            reason=reason,
+            num_sequences=expand_size,
+            on_probation=is_on_probation(self),
+            dropped_inputs=consumed_inputs(self),
         )
+        input_ids = input_ids.repeat_interleave(expand_size, dim=0)
+        outputs, model_kwargs = plan.prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration)
         return outputs, input_ids, model_kwargs
-
-    def _prefill_groups(
-        self,
-        input_ids: torch.LongTensor,
-        generation_config: "GenerationConfig",
-        model_kwargs: dict[str, Any],
-        is_first_iteration: bool,
-    ) -> tuple[ModelOutput, int]:
-        """Forwards the prompts. Returns the outputs, and for how many rows of `input_ids` each of their rows stands."""
-        outputs = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first_iteration)
-        return outputs, 1
-
-    def _expand_cache(self, cache: Any, expand_size: int, generation_config: "GenerationConfig") -> None:
-        """Makes the cache of a prefill on B rows one of B * `expand_size` rows, in place."""
-        cache.batch_repeat_interleave(expand_size)
-
-    def _expand_outputs(self, outputs: ModelOutput, expand_size: int | torch.LongTensor, rows: int) -> None:
-        """Repeats, or takes, the rows of the logits, attentions and hidden states of a prefill in place."""
-        # Only the last position is ever read, and all of them are N times the memory
-        outputs.logits = repeat_rows(outputs.logits[:, -1:], expand_size, rows)
-        for name in ATTENTION_FIELDS:
-            if outputs.get(name) is not None:
-                outputs[name] = repeat_rows(outputs[name], expand_size, rows)
-        for name in HIDDEN_STATE_FIELDS:
-            if outputs.get(name) is not None:
-                outputs[name] = repeat_rows(outputs[name], expand_size, rows, hidden_states_row_dim(self))
-
-    def _drop_consumed_inputs(self, model_kwargs: dict[str, Any], has_cache: bool) -> dict[str, Any]:
-        """Leaves out the multimodal inputs that only a prefill reads: with a cache they are dead weight."""
-        from .utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
-
-        if not (has_cache and model_kwargs.get("use_cache", True)) or self.config.model_type in STREAMING_MODELS:
-            return model_kwargs
-        # Models that name such an input in their own `prepare_inputs_for_generation` may read it at every step
-        kept = inspect.signature(self.prepare_inputs_for_generation).parameters
-        dropped = set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) - set(kept)
-        return {name: value for name, value in model_kwargs.items() if name not in dropped}

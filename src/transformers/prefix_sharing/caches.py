@@ -148,16 +148,13 @@ class SharedStaticLayer(StaticLayer):
         super().crop(tokens_to_remove)
 
 
-def materialize_cache(cache: Cache, model: "PreTrainedModel | None" = None) -> None:
+def materialize_cache(cache: Cache) -> None:
     """
     Gives the shared layers of a cache ordinary tensors of the B * N rows, in place. The cache stays the same object.
 
     Args:
         cache ([`Cache`]): A cache, shared or not.
-        model ([`PreTrainedModel`], *optional*): The model that has used it, see [`learn_from`].
     """
-    if model is not None:
-        learn_from(cache, model)
     vars(cache).pop("shared_origins", None)
     for _, part in _parts(cache):
         for layer in part.layers:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...generation.equal_rows import group_equal
 from ...generation.logits_process import WhisperNoSpeechDetection
+from ...generation.prefill_obstacles import is_overridden
 from ...utils import ModelOutput, logging
 
 
@@ -237,7 +238,13 @@ class SegmentGenerationMixin:
             `ValueError`: If `decoder_input_ids` or `decoder_attention_mask` have neither B nor B * R rows.
         """
         num_sequences = generation_config.num_return_sequences or 1
-        kwargs["segments"] = AudioSegments(batch_size, num_sequences)
+        if is_overridden(self, "generate_with_fallback"):
+            # It knows nothing of segments, and gets rows that have nothing in common, as ever
+            logger.info_once(
+                "Whisper decodes all rows by themselves: `generate_with_fallback` is not the library's own"
+            )
+        else:
+            kwargs["segments"] = AudioSegments(batch_size, num_sequences)
         if num_sequences > 1:
             for name in ("decoder_input_ids", "decoder_attention_mask"):
                 if kwargs.get(name) is not None:
@@ -272,10 +279,11 @@ class SegmentGenerationMixin:
         **arguments: Any,
     ) -> tuple:
         """Decodes the next segment of each active row, see `generate_with_fallback`."""
-        segments: AudioSegments = kwargs["segments"]
-        segments.start_segment(batch_idx_map, seek)
-        if segments.sequences_per_audio > 1 and arguments["generation_config"].num_beams > 1:
-            segments.assign_hypotheses(batch_idx_map, seek, current_segments)
+        segments: AudioSegments | None = kwargs.get("segments")
+        if segments is not None:
+            segments.start_segment(batch_idx_map, seek)
+            if segments.sequences_per_audio > 1 and arguments["generation_config"].num_beams > 1:
+                segments.assign_hypotheses(batch_idx_map, seek, current_segments)
         return self.generate_with_fallback(kwargs=kwargs, seek=seek, batch_idx_map=batch_idx_map, **arguments)
 
     def _generate_segment(
@@ -441,6 +449,7 @@ class SegmentGenerationMixin:
         as beam search has left them: `beam_indices` tells which of their rows belong to a sequence.
         """
         outputs = self._stack_split_outputs(seek_outputs, model_output_type, device, kwargs)
-        for name, value in kwargs["segments"].beam_fields.items():
-            outputs[name] = value
+        if (segments := kwargs.get("segments")) is not None:
+            for name, value in segments.beam_fields.items():
+                outputs[name] = value
         return outputs
