@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..cache_expansion import cache_rows
 from ..cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticCache
-from ..prefix_sharing.caches import materialize_cache, share_cache, why_not_share
+from ..prefix_sharing.caches import learn_from, materialize_cache, share_cache, why_not_share
 from ..utils import ModelOutput, logging
 from .equal_rows import EqualRows, find_equal_rows, tensors_by_row, why_not_compare
 from .prefill_obstacles import (
