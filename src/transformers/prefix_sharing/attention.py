@@ -291,7 +291,7 @@ def _make_mask(mask: torch.Tensor, layout: _Layout, query: torch.Tensor) -> _Mas
     mask = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
     dtype = torch.promote_types(query.dtype, torch.float32)
     if mask.dtype == torch.bool:
-        bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
     else:
         bias = mask.to(dtype)
     greatest = bias.amax(-1, keepdim=True)
