@@ -64,29 +64,23 @@ def attend(
         `ValueError`: If `keys` and `values` differ in number, if the rows or heads of a segment don't divide those of `query`,
             if `attn_mask` can't be broadcast, or if it is given beside `is_causal`.
     """
-    segments = [
-        (key.to(query.dtype), value.to(query.dtype)) for key, value in _pairs(query, keys, values) if key.shape[2] > 0
-    ]
+    _check(query, keys, values)
+    segments = [segment for segment in zip(keys, values) if segment[0].shape[2] > 0]
     rows, heads, queries, size = query.shape
     if not segments:  # As torch does: a sum of no values
         return query.new_zeros(rows, heads, queries, values[0].shape[3])
-    layout = _Layout(
-        rows, heads, segments[0][0].shape[1], queries, tuple((key.shape[0], key.shape[2]) for key, _ in segments)
-    )
     if is_causal:
         if attn_mask is not None:
             raise ValueError("`attn_mask` must be None where `is_causal` is True.")
-        attn_mask = query.new_ones(queries, layout.length, dtype=torch.bool).tril()
+        attn_mask = query.new_ones(queries, sum(key.shape[2] for key in keys), dtype=torch.bool).tril()
     scale = size**-0.5 if scale is None else scale
     with maybe_autocast(query.device.type, enabled=False):
-        mask = _Mask([None] * len(segments)) if attn_mask is None else _fold_mask(attn_mask, layout, query, memo)
+        mask = _Mask([None] * len(segments))
+        if attn_mask is not None:
+            mask = _fold_mask(attn_mask, query, [key for key, _ in segments], memo)
         if mask.query_factor is not None:
             query = query * mask.query_factor
-        states = []
-        # The segment with most rows comes first: the others are merged into its state through views
-        for (key, value), bias in sorted(zip(segments, mask.biases), key=lambda segment: -segment[0][0].shape[0]):
-            states.append(_attend_segment(_fold(query, key.shape[0], layout.kv_heads), key, value, bias, scale))
-        output = _merge_segments(states, layout).to(query.dtype).reshape(rows, heads, queries, -1)
+        output = _attend_segments(query, segments, mask.biases, scale)
         return output if mask.output_factor is None else output * mask.output_factor
 
 
@@ -104,8 +98,9 @@ def scores(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         `ValueError`: If the rows or heads of a segment don't divide those of `query`.
     """
+    _check(query, keys, keys)
     parts = []
-    for key, _ in _pairs(query, keys, keys):
+    for key in keys:
         product = torch.matmul(_fold(query, *key.shape[:2]), key.transpose(2, 3))
         parts.append(_unfold(product, query.shape[0]).reshape(*query.shape[:3], -1))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -125,15 +120,15 @@ def weigh(weights: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor
     Raises:
         `ValueError`: If the rows or heads of a segment don't divide those of `weights`.
     """
+    _check(weights, values, values)
     parts = []
-    shares = weights.split([value.shape[2] for value in values], dim=-1)
-    for share, (value, _) in zip(shares, _pairs(weights, values, values)):
+    for share, value in zip(weights.split([value.shape[2] for value in values], dim=-1), values):
         product = torch.matmul(_fold(share, *value.shape[:2]), value)
         parts.append(_unfold(product, weights.shape[0]).reshape(*weights.shape[:3], -1))
     return reduce(torch.add, parts)
 
 
-def merge_states(first: State, second: State) -> State:
+def merge_states(first: State, second: State, need_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     Merges what the same queries get from two sets of keys (https://docs.flashinfer.ai/tutorials/recursive_attention.html).
     Merging is associative and commutative.
@@ -142,9 +137,10 @@ def merge_states(first: State, second: State) -> State:
         first (`tuple[torch.Tensor, torch.Tensor]`): The output `(..., Dv)` and the natural logarithm `(...)` of the sum of the
             exponentials of the scores, which must be finite.
         second (`tuple[torch.Tensor, torch.Tensor]`): The state of the other keys.
+        need_lse (`bool`, *optional*, defaults to `True`): Whether the state will be merged with another one.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The state of both, its output in the type of the log-sum-exps.
+        `tuple[torch.Tensor, torch.Tensor | None]`: The state of both, its output in the type of the log-sum-exps.
 
     Example:
 
@@ -162,13 +158,13 @@ def merge_states(first: State, second: State) -> State:
     True
     ```
     """
-    return _merge_outputs(first, second), torch.logaddexp(first[1], second[1])
-
-
-def _merge_outputs(first: State, second: State) -> torch.Tensor:
     (output, lse), (other, other_lse) = first, second
     share = torch.sigmoid(other_lse - lse).unsqueeze(-1)
-    return torch.lerp(output.to(share.dtype), other.to(share.dtype), share)
+    if output.dtype != share.dtype:
+        output = output.to(share.dtype)
+    if other.dtype != share.dtype:
+        other = other.to(share.dtype)
+    return torch.lerp(output, other, share), torch.logaddexp(lse, other_lse) if need_lse else None
 
 
 class StepMemo:
@@ -200,8 +196,8 @@ class _Layout(NamedTuple):
 
     rows: int
     heads: int
-    kv_heads: int
     queries: int
+    kv_heads: int
     segments: tuple[tuple[int, int], ...]
 
     @property
@@ -220,7 +216,7 @@ class _Mask(NamedTuple):
     output_factor: torch.Tensor | None = None
 
 
-def _pairs(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[State]:
+def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     if len(keys) != len(values) or not keys:
         raise ValueError(
             f"`keys` and `values` must have the same segments, at least one, but have {len(keys)} and {len(values)}."
@@ -235,12 +231,36 @@ def _pairs(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
                 "A segment of `keys` and `values` must have rows and heads that divide those of the queries, "
                 f"{tuple(query.shape[:2])}, but they have the shapes {tuple(key.shape)} and {tuple(value.shape)}."
             )
-    return list(zip(keys, values))
+
+
+def _attend_segments(query: torch.Tensor, segments: list[State], biases: list, scale: float) -> torch.Tensor:
+    """
+    The merge of the states of all segments, `(R, H, Q, Dv)`. The newest segment comes first: it mostly has all rows, and the
+    others are merged into its state through views.
+    """
+    rows, merged = query.shape[0], None
+    for i in reversed(range(len(segments))):
+        (key, value), bias = segments[i], biases[i]
+        if key.dtype != query.dtype:
+            key, value = key.to(query.dtype), value.to(query.dtype)
+        items, kv_heads = key.shape[:2]
+        state = _choose_kernel(query, key, value, bias)(_fold(query, items, kv_heads), key, value, bias, scale)
+        output, lse = state if items == rows else (_unfold(part, rows) for part in state)
+        if merged is not None:
+            if items < rows:
+                merged = [part.reshape(items, rows // items, *part.shape[1:]) for part in merged]
+            output, lse = merge_states(merged, (output, lse), need_lse=i > 0)
+        if items < rows and i > 0:
+            output, lse = output.flatten(0, 1), lse.flatten(0, 1)
+        merged = output, lse
+    return merged[0].to(query.dtype).reshape(*query.shape[:3], -1)
 
 
 def _fold(query: torch.Tensor, items: int, kv_heads: int) -> torch.Tensor:
     """`(R, H, Q, D)` to `(R_i, K, n * G * Q, D)`: a view where n or G * Q is 1, else a copy of the queries."""
     rows, heads, queries, size = query.shape
+    if items == rows:
+        return query.reshape(rows, kv_heads, heads // kv_heads * queries, size)
     query = query.reshape(items, rows // items, kv_heads, heads // kv_heads * queries, size)
     return query.transpose(1, 2).reshape(items, kv_heads, -1, size)
 
@@ -252,17 +272,8 @@ def _unfold(state: torch.Tensor, rows: int) -> torch.Tensor:
     return state.view(items, kv_heads, repeats, folded // repeats, *rest).transpose(1, 2)
 
 
-def _merge_segments(states: list[State], layout: _Layout) -> torch.Tensor:
-    """The output `(R, K, G * Q, Dv)` of states `(R_i, K, n * G * Q, ...)`."""
-    merged, *others = ([_unfold(part, layout.rows) for part in state] for state in states)
-    for i, other in enumerate(others):
-        items, repeats = other[0].shape[:2]
-        merged = [part.reshape(items, repeats, *part.shape[2:]) for part in merged]
-        merged = [_merge_outputs(merged, other)] if i == len(others) - 1 else merge_states(merged, other)
-    return merged[0]
-
-
-def _fold_mask(mask: torch.Tensor, layout: _Layout, query: torch.Tensor, memo: StepMemo | None) -> _Mask:
+def _fold_mask(mask: torch.Tensor, query: torch.Tensor, keys: list[torch.Tensor], memo: StepMemo | None) -> _Mask:
+    layout = _Layout(*query.shape[:3], keys[0].shape[1], tuple((key.shape[0], key.shape[2]) for key in keys))
     if memo is None or torch.compiler.is_compiling():
         return _make_mask(mask, layout, query)
     return memo.get(mask, (layout, query.dtype, query.device), lambda: _make_mask(mask, layout, query))
@@ -280,7 +291,7 @@ def _make_mask(mask: torch.Tensor, layout: _Layout, query: torch.Tensor) -> _Mas
     mask = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
     dtype = torch.promote_types(query.dtype, torch.float32)
     if mask.dtype == torch.bool:
-        bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
     else:
         bias = mask.to(dtype)
     greatest = bias.amax(-1, keepdim=True)
@@ -326,31 +337,18 @@ def _bias_dtype(query: torch.Tensor) -> torch.dtype:
     return query.dtype if query.device.type == "cuda" else torch.promote_types(query.dtype, torch.float32)
 
 
-def _attend_segment(query, key, value, bias, scale: float) -> State:
-    """
-    Attention to one segment by the kernel that serves.
-
-    Args:
-        query (`torch.Tensor` of shape `(R_i, K, M, D)`): The folded queries, M = n * G * Q.
-        key (`torch.Tensor` of shape `(R_i, K, L_i, D)`): Keys.
-        value (`torch.Tensor` of shape `(R_i, K, L_i, Dv)`): Values.
-        bias (`torch.Tensor`, broadcastable to `(R_i, K, M, L_i)`, *optional*): Added to the scores.
-        scale (`float`): Factor of the scores.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The output `(R_i, K, M, Dv)` and the log-sum-exp `(R_i, K, M)`.
-    """
-    return _choose_kernel(query, key, value, bias)(query, key, value, bias, scale)
-
-
 def _choose_kernel(query, key, value, bias) -> Callable[..., State]:
     """
-    The fused attention for the device that returns its log-sum-exp, else two products. cuDNN's is left out: it makes a plan
+    The fused attention that returns its log-sum-exp on the device, else two products. cuDNN's is left out: it makes a plan
     for each new length, and a suffix has a new length in each step.
+
+    A kernel is called with folded queries `(R_i, K, M, D)`, M = n * G * Q, keys `(R_i, K, L_i, D)`, values `(R_i, K, L_i, Dv)`, a
+    bias that broadcasts to `(R_i, K, M, L_i)` or None, and the scale. It returns an output `(R_i, K, M, Dv)` and a log-sum-exp
+    `(R_i, K, M)`.
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)):
         return _attend_by_products
-    if any(x.stride(3) != 1 for x in (query, key, value)):
+    if key.stride(3) != 1 or value.stride(3) != 1 or query.stride(3) != 1:
         return _attend_by_products
     flash, efficient, size = True, True, key.shape[3]
     if not torch.compiler.is_compiling():
@@ -359,9 +357,9 @@ def _choose_kernel(query, key, value, bias) -> Callable[..., State]:
         return _attend_on_cpu
     if query.device.type == "cuda":
         is_16_bit, aligned = query.element_size() == 2, 16 // query.element_size()
-        if flash and bias is None and is_16_bit and size == value.shape[3] <= 256 and size % 8 == 0:
-            if _has_flash_attention(query.device):
-                return _attend_by_flash_attention
+        fits = bias is None and is_16_bit and size == value.shape[3] <= 256 and size % 8 == 0
+        if flash and fits and _has_flash_attention(query.device):
+            return _attend_by_flash_attention
         if efficient and query.element_size() <= 4 and size % aligned == value.shape[3] % aligned == 0:
             return _attend_by_efficient_attention
     return _attend_by_products
