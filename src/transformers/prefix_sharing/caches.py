@@ -92,12 +92,12 @@ def _can_share(layer: Any) -> bool:
     return (is_dynamic or type(layer) is StaticLayer) and len(_states(layer)) > 0
 
 
-def _states(layer: Any) -> dict[str, torch.Tensor]:
-    """The tensors `(B, H, L, D)` of a layer by name: keys, values, and what some layers keep apart from them."""
+def _states(layer: Any) -> dict[str, torch.Tensor | SegmentedStates]:
+    """The states `(B, H, L, D)` of a layer by name: keys, values, and what some layers keep apart from them."""
     return {
         name: value
         for name, value in vars(layer).items()
-        if type(value) is torch.Tensor and value.dim() == 4 and 0 not in value.shape[:3]
+        if type(value) in (torch.Tensor, SegmentedStates) and value.dim() == 4 and 0 not in value.shape[:3]
     }
 
 
@@ -108,10 +108,15 @@ def _wrap(layer: Any, origin: Origin) -> Any:
         vars(shared).update(vars(layer), origin=origin)
         return shared
     for name, states in _states(layer).items():
-        if states.untyped_storage().nbytes() > states.nbytes:
+        if isinstance(states, SegmentedStates):
+            states = states.make(states.segments, origin=origin) if states.segments else states.dense
+        elif states.untyped_storage().nbytes() > states.nbytes:
             # A view, as windows are of the whole prompt, would keep the rest alive
             states = states.clone()
-        setattr(layer, name, SegmentedStates([states], states.shape[0], origin))
+        if isinstance(states, torch.Tensor):
+            states = SegmentedStates([states], states.shape[0], origin)
+        states.is_prompt = True
+        setattr(layer, name, states)
     return layer
 
 

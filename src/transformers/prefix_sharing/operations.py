@@ -306,7 +306,7 @@ def _take_rows(states: SegmentedStates, index: torch.Tensor) -> Any:
     if index.dtype == torch.bool:
         index = index.nonzero().squeeze(-1)
     count, taken = index.shape[0], []
-    if len(states.segments) == 1 and count % states.rows == 0 and count > states.rows:
+    if states.is_prompt and count % states.rows == 0 and count > states.rows:
         # Layers that repeat their rows by taking them several times
         own = torch.arange(states.rows, device=index.device).repeat_interleave(count // states.rows)
         if torch.equal(index, own):
@@ -333,9 +333,8 @@ def _repeat_interleave(func, states, repeats, dim=None):
         return NotImplemented
     if dim != states.row_dim:
         return states.computed([segment.repeat_interleave(repeats, dim=dim) for segment in states.segments])
-    shared = len(states.segments) == 1
     segments = [
-        segment if shared or of_segment > 1 else segment.repeat_interleave(repeats, dim=dim)
+        segment if states.is_prompt or of_segment > 1 else segment.repeat_interleave(repeats, dim=dim)
         for segment, of_segment in zip(states.segments, states.repeats, strict=True)
     ]
     return states.make(segments, rows=states.rows * repeats)

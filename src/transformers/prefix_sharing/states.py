@@ -95,6 +95,9 @@ class SegmentedStates:
         groups (`int`, *optional*, defaults to 1): How often each head (dimension 1) is there, one after the other.
         source (`tuple`, *optional*): The states that these are a view of, and the function and arguments that made it.
         parents (`Sequence[SegmentedStates]`, *optional*): The states that these were computed from.
+
+    Attributes:
+        is_prompt (`bool`): Whether all segments belong to the prompt: when the rows are repeated, none of them is copied.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class SegmentedStates:
         self.source, self.parents = source, tuple(parents)
         self.dense: torch.Tensor | None = None
         self._shape: torch.Size | None = None
+        self.is_prompt = False
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
