@@ -141,24 +141,36 @@ def _is_comparable(name: str, value: Any, rows: int) -> bool:
     return value.ndim > dim and value.shape[dim] == rows
 
 
-def find_equal_rows(tensors: list[torch.Tensor]) -> EqualRows | None:
+def fingerprints(tensors: list[torch.Tensor]) -> torch.LongTensor:
     """
-    Finds the rows that are equal in all of `tensors`, bit by bit, wherever they stand in the batch.
-
-    Every tensor is read once, for a fingerprint of each row, and the device is waited for once. Only where fingerprints
-    repeat, the rows themselves are compared.
+    Computes a number per row, which is the same for rows that are equal in all of `tensors`. Every tensor is read once, and no
+    device is waited for.
 
     Args:
         tensors (`list[torch.Tensor]`): Tensors of shape `(B, ...)` of any type.
 
     Returns:
+        `torch.LongTensor` of shape `(B,)`: The fingerprints.
+    """
+    combined = fingerprint_rows(tensors[0])
+    for tensor in tensors[1:]:
+        combined = combined * _STEP + fingerprint_rows(tensor).to(combined.device)
+    return combined
+
+
+def find_equal_rows(tensors: list[torch.Tensor], prints: list[int] | None = None) -> EqualRows | None:
+    """
+    Finds the rows that are equal in all of `tensors`, bit by bit, wherever they stand in the batch. Only where fingerprints
+    repeat, the rows themselves are compared.
+
+    Args:
+        tensors (`list[torch.Tensor]`): Tensors of shape `(B, ...)` of any type.
+        prints (`list[int]`, *optional*): Their fingerprints, if they are known.
+
+    Returns:
         [`EqualRows`] or `None`: The groups, `None` if all rows are different.
     """
-    fingerprints = None
-    for tensor in tensors:
-        added = fingerprint_rows(tensor)
-        fingerprints = added if fingerprints is None else fingerprints * _STEP + added.to(fingerprints.device)
-    firsts, groups = group_equal(fingerprints.tolist())
+    firsts, groups = group_equal(fingerprints(tensors).tolist() if prints is None else prints)
     if len(firsts) == len(groups):
         return None
     repeated = [row for row, group in enumerate(groups) if firsts[group] != row]

@@ -25,7 +25,8 @@ from ..cache_expansion import cache_rows
 from ..cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticCache
 from ..prefix_sharing.caches import learn_from, materialize_cache, share_cache, why_not_share
 from ..utils import ModelOutput, logging
-from .equal_rows import EqualRows, find_equal_rows, tensors_by_row, why_not_compare
+from .common_prefix import CommonPrefix, align, continue_cache, why_not_common_prefix, why_not_layout
+from .equal_rows import EqualRows, find_equal_rows, fingerprints, tensors_by_row, why_not_compare
 from .prefill_obstacles import (
     ATTENTION_FIELDS,
     HIDDEN_STATE_FIELDS,
@@ -60,6 +61,7 @@ class PrefillPlan:
         equal_rows ([`EqualRows`], *optional*): Which prompts are equal, `None` if all are different or aren't compared.
         on_probation (`bool`, *optional*, defaults to `False`): Whether the prefill runs code from outside.
         dropped_inputs (`frozenset[str]`, *optional*): Inputs that nothing reads after the prefill.
+        prefix ([`CommonPrefix`], *optional*): What different prompts have in common and is computed by itself.
     """
 
     strategy: str
@@ -68,6 +70,7 @@ class PrefillPlan:
     equal_rows: EqualRows | None = None
     on_probation: bool = False
     dropped_inputs: frozenset[str] = frozenset()
+    prefix: CommonPrefix | None = None
 
     @property
     def prefills_once(self) -> bool:
@@ -208,9 +211,13 @@ class PrefillPlan:
         given = dict(given) if self.equal_rows is None else self.equal_rows.select(given)
         rows = given["input_ids"].shape[0]
         before, random = CacheState(model_kwargs.get("cache")), RandomState(model.device)
-        outputs = model._prefill(
-            given.pop("input_ids"), generation_config, given, is_first_iteration=is_first_iteration
-        )
+        prefix = self._checked_prefix(prompts, model_kwargs)
+        if prefix is None:
+            outputs = model._prefill(
+                given.pop("input_ids"), generation_config, given, is_first_iteration=is_first_iteration
+            )
+        else:
+            outputs = self._prefill_tails(model, given, generation_config, is_first_iteration)
         caches = outermost_caches(outputs.get("cache"), given.get("cache"))
         draws = random.restore_if_changed()
         obstacle = "the prefill draws random numbers" if draws else None
@@ -224,9 +231,61 @@ class PrefillPlan:
         self._expand_results(model, outputs, caches, model_kwargs, rows, len(prompts))
         if given.get("cache") is not None:
             model_kwargs = {**model_kwargs, "cache": given["cache"]}
+        if prefix is not None:
+            model_kwargs = {**model_kwargs, **_inputs_of_layout(prefix, prompts, model_kwargs)}
+            if not prefix.is_ragged:
+                model_kwargs["attention_mask"] = None
         if len(caches) > 0 and model_kwargs.get("use_cache", True):
             model_kwargs = {name: value for name, value in model_kwargs.items() if name not in self.dropped_inputs}
         return outputs, self._expand_inputs(model, prompts, model_kwargs)
+
+    def _checked_prefix(self, prompts: torch.LongTensor, model_kwargs: dict[str, Any]) -> CommonPrefix | None:
+        """The prefix, unless `generate` has found pads that the plan didn't know of."""
+        if self.prefix is None or model_kwargs.get("cache") is None:
+            return None
+        knows_mask = self.prefix.has_mask or model_kwargs.get("attention_mask") is None
+        positions = model_kwargs.get("position_ids")
+        is_usable = knows_mask and (positions is None or positions.dim() == 2)
+        if not is_usable and cache_rows(model_kwargs["cache"]) is not None:
+            raise ValueError("`attention_mask` must be given beside a `cache` of one row, if prompts are padded.")
+        return self.prefix if is_usable else None
+
+    def _prefill_tails(
+        self,
+        model: "PreTrainedModel",
+        given: dict[str, Any],
+        generation_config: "GenerationConfig",
+        is_first_iteration: bool,
+    ) -> ModelOutput:
+        """
+        Forwards the common prefix on one row, then the tails of the distinct prompts on theirs.
+
+        Args:
+            model ([`PreTrainedModel`]): The model.
+            given (`dict`): The tokens of the U distinct prompts and the other inputs. Changed in place: the cache is filled.
+            generation_config ([`GenerationConfig`]): The generation configuration.
+            is_first_iteration (`bool`): See `_prefill`.
+
+        Returns:
+            [`ModelOutput`]: The outputs for the tails, of U rows.
+        """
+        prompts, cache = given.pop("input_ids"), given.get("cache")
+        prefix = self.prefix if self.equal_rows is None else self.prefix.select(self.equal_rows.firsts)
+        if cache_rows(cache) is not None:
+            # A prefix that the caller has prepared
+            given["cache"] = cache = continue_cache(cache)
+        if cache.get_seq_length() < prefix.length:
+            inputs = {**given, **_inputs_of_layout(prefix.alone, prefix.tokens(prompts), given)}
+            model._prefill(prefix.tokens(prompts), generation_config, inputs, is_first_iteration=is_first_iteration)
+        if self.strategy == "share":
+            share_cache(cache, len(prompts), model)
+        else:
+            cache.batch_repeat_interleave(len(prompts))
+        inputs = {**given, **_inputs_of_layout(prefix, prompts, given)}
+        outputs = model._prefill(
+            prefix.rearrange(prompts), generation_config, inputs, is_first_iteration=is_first_iteration
+        )
+        return outputs
 
     def _expand_results(
         self,
@@ -251,9 +310,9 @@ class PrefillPlan:
         for cache in caches:
             if not is_grouped:
                 cache.batch_select_indices(torch.tensor(self.equal_rows.groups))
-            if self.strategy == "share":
+            if self.strategy == "share" and repeats > 1:
                 share_cache(cache, repeats, model)
-            else:
+            elif repeats > 1:
                 cache.batch_repeat_interleave(repeats)
 
     def _expand_inputs(
@@ -298,6 +357,17 @@ def take_rows(value: Any, indices: torch.LongTensor, row_dim: Callable[[torch.Te
         return tensor.index_select(0 if row_dim is None else row_dim(tensor), indices.to(tensor.device))
 
     return pytree.tree_map_only(torch.Tensor, take, value)
+
+
+def _inputs_of_layout(
+    prefix: CommonPrefix, prompts: torch.LongTensor, model_kwargs: dict[str, Any]
+) -> dict[str, torch.Tensor | None]:
+    """Mask and positions for prompts `(rows, L)` that are read as a prefix and tails."""
+    mask = prefix.mask(prompts)
+    inputs = {"attention_mask": mask}
+    if model_kwargs.get("position_ids") is not None:
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    return inputs
 
 
 def outermost_caches(*caches: Any) -> list[Any]:
@@ -425,20 +495,22 @@ def plan_prefill(
     if obstacle is None and doubt is not None and not overrides_doubt:
         obstacle = doubt
     if obstacle is not None or requested == "recompute":
+        is_prepared = cache_rows(model_kwargs.get("cache")) == 1 < batch_size
+        _refuse_prepared(is_prepared, obstacle or "all rows are asked for", batch_size)
         return _refuse_or_recompute(model, requested, obstacle, count)
 
-    equal_rows = _find_equal_rows(model, decoding_method, generation_config, inputs_tensor, model_kwargs)
-    if count == 1 and equal_rows is None:
+    equal_rows, prefix = _compare_prompts(model, decoding_method, generation_config, inputs_tensor, model_kwargs)
+    if count == 1 and equal_rows is None and prefix is None:
         return PrefillPlan("recompute", "no prompt repeats")
-    group_size = 1 if equal_rows is None else equal_rows.group_size
+    repeats = count * (1 if equal_rows is None else equal_rows.group_size) if prefix is None else count * batch_size
     strategy, reason = choose_strategy(
-        model, generation_config, model_kwargs.get("cache"), requested, inputs_tensor, repeats=count * group_size
+        model, generation_config, model_kwargs.get("cache"), requested, inputs_tensor, repeats=repeats
     )
     if requested not in ("auto", strategy) and count > 1:
         raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {reason}.")
     if overrides_doubt:
         reason = f"{reason}, and was asked for although {doubt}"
-    if count * group_size > 1:
+    if repeats > 1:
         logger.info_once(f"{type(model).__name__}: prompt_expansion={strategy!r} ({reason})")
     return PrefillPlan(
         strategy=strategy,
@@ -447,6 +519,7 @@ def plan_prefill(
         equal_rows=equal_rows,
         on_probation=is_on_probation(model),
         dropped_inputs=consumed_inputs(model),
+        prefix=prefix,
     )
 
 
@@ -526,28 +599,73 @@ def consumed_inputs(model: "PreTrainedModel") -> frozenset[str]:
     return frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) - frozenset(kept)
 
 
-def _find_equal_rows(
+def _compare_prompts(
     model: "PreTrainedModel",
     decoding_method: Callable,
     generation_config: "GenerationConfig",
     inputs_tensor: torch.Tensor,
     model_kwargs: dict[str, Any],
-) -> EqualRows | None:
-    """Finds the prompts whose prefill would be the same: `None` if nothing repeats, or all have to be forwarded."""
-    if inputs_tensor.shape[0] == 1:
-        return None
-    obstacle = why_not_equal_rows(model, decoding_method, generation_config)
-    obstacle = obstacle or why_not_compare(model_kwargs, inputs_tensor.shape[0])
-    equal_rows = None
-    if obstacle is None:
-        equal_rows = find_equal_rows([inputs_tensor, *tensors_by_row(model_kwargs, inputs_tensor)])
-        if equal_rows is None:
-            return None
-        keeps_state = type(model)._expand_prefill_state is not PrefillMixin._expand_prefill_state
-        if equal_rows.group_size == 1 and keeps_state:
-            obstacle = "the model keeps a state outside of its cache, whose rows can't be moved"
+) -> tuple[EqualRows | None, CommonPrefix | None]:
+    """
+    Finds the prompts whose prefill would be the same, and what different ones have in common. The device is waited for once.
+
+    Returns:
+        `tuple`: `None` for the first if nothing repeats, for the second if it isn't worth a forward of its own.
+    """
+    rows = inputs_tensor.shape[0]
+    if rows == 1:
+        return None, None
+    cache = model_kwargs.get("cache")
+    is_prepared = cache is not None and cache_rows(cache) == 1
+    compared = {name: value for name, value in model_kwargs.items() if name != "cache" or not is_prepared}
+    obstacle = why_not_equal_rows(model, decoding_method, generation_config) or why_not_compare(compared, rows)
     if obstacle is not None:
+        _refuse_prepared(is_prepared, obstacle, rows)
         _log_all_prefilled(model, obstacle)
+        return None, None
+    obstacle = why_not_common_prefix(model, generation_config, model_kwargs, inputs_tensor)
+    tensors = [inputs_tensor, *tensors_by_row(model_kwargs, inputs_tensor)]
+    mask = model_kwargs.get("attention_mask")
+    asked = [fingerprints(tensors)] if obstacle is not None else [fingerprints(tensors), align(inputs_tensor, mask)]
+    answers = torch.cat(asked).tolist()
+    equal_rows = _usable_equal_rows(model, find_equal_rows(tensors, answers[:rows]))
+    distinct = rows if equal_rows is None else len(equal_rows.firsts)
+    prefix = None
+    if obstacle is None:
+        is_left, length, *starts = answers[rows:]
+        prepared_length = cache.get_seq_length() if is_prepared else 0
+        prefix = CommonPrefix(length, starts, inputs_tensor.shape[1], has_mask=mask is not None)
+        is_returned = generation_config.return_dict_in_generate
+        if not is_left:
+            obstacle = "pads are not on the left alone"
+        elif length < prepared_length:
+            obstacle = f"it holds {prepared_length} tokens, but the prompts have {length} in common"
+        elif is_prepared or prefix.pays(distinct):
+            obstacle = why_not_layout(model, prefix, is_returned)
+            prefix = prefix.of_length(prepared_length) if is_prepared else prefix
+            if obstacle is not None:
+                logger.info_once(f"{type(model).__name__}: a common prefix is computed for each prompt ({obstacle})")
+        else:
+            return equal_rows, None
+    _refuse_prepared(is_prepared, obstacle, rows)
+    if obstacle is not None:
+        return equal_rows, None
+    logger.info_once(f"{type(model).__name__}: a common prefix is computed once")
+    return equal_rows, prefix
+
+
+def _refuse_prepared(is_prepared: bool, obstacle: str | None, rows: int) -> None:
+    if is_prepared and obstacle is not None:
+        raise ValueError(f"`cache` holds one row, which can't serve as a common prefix of {rows} prompts: {obstacle}.")
+
+
+def _usable_equal_rows(model: "PreTrainedModel", equal_rows: EqualRows | None) -> EqualRows | None:
+    """Returns `equal_rows`, unless the model can't do with them. What is decided is logged, unless nothing repeats."""
+    if equal_rows is None:
+        return None
+    keeps_state = type(model)._expand_prefill_state is not PrefillMixin._expand_prefill_state
+    if equal_rows.group_size == 1 and keeps_state:
+        _log_all_prefilled(model, "the model keeps a state outside of its cache, whose rows can't be moved")
         return None
     way = "groups of one size" if equal_rows.group_size > 1 else "copied to where they repeat"
     logger.info_once(f"{type(model).__name__}: equal rows are prefilled once ({way})")
@@ -579,6 +697,8 @@ class PrefillMixin:
     people call.
     """
 
+    # Whether attention depends on how many tokens of the cache, pads included, are between two tokens
+    _counts_tokens_in_cache = False
     # Whether decoding steps read inputs that `generate` drops after the prefill of other models
     _reads_inputs_while_decoding = False
 

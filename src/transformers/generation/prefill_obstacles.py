@@ -125,6 +125,8 @@ def why_not_cache(cache: Any, batch_size: int, expand_size: int) -> str | None:
     if cache is None or expand_size == 1:
         return None
     rows = cache_rows(cache)
+    if rows == 1 < batch_size:
+        return None  # a prefix that all prompts have in common
     if rows not in (None, batch_size, batch_size * expand_size):
         raise ValueError(
             f"`cache` must hold one row per prompt ({batch_size}) or one row per returned beam or sequence "
