@@ -277,6 +277,11 @@ class PrefillPlan:
         if cache.get_seq_length() < prefix.length:
             inputs = {**given, **_inputs_of_layout(prefix.alone, prefix.tokens(prompts), given)}
             model._prefill(prefix.tokens(prompts), generation_config, inputs, is_first_iteration=is_first_iteration)
+        if cache.get_seq_length() != prefix.length:
+            raise RuntimeError(
+                f"{type(model).__name__} has forwarded a prefix of {prefix.length} tokens, but its cache holds "
+                f"{cache.get_seq_length()}: set `prompt_expansion='recompute'`."
+            )
         if self.strategy == "share":
             share_cache(cache, len(prompts), model)
         else:
@@ -697,6 +702,8 @@ class PrefillMixin:
     people call.
     """
 
+    # Whether a prompt can't be forwarded in parts
+    _reads_prompt_as_whole = False
     # Whether attention depends on how many tokens of the cache, pads included, are between two tokens
     _counts_tokens_in_cache = False
     # Whether decoding steps read inputs that `generate` drops after the prefill of other models

@@ -107,3 +107,15 @@ class NllbMoePrefillMixin:
         if self.training or self.config.moe_eval_capacity_token_fraction < 1.0:
             return "the capacity of the experts depends on the number of rows (`moe_eval_capacity_token_fraction`)"
         return None
+
+
+class WholePromptPrefillMixin:
+    """For models whose prompt can't be forwarded in parts, or that keep nothing of the first part."""
+
+    _reads_prompt_as_whole = True
+
+
+class DistanceInCachePrefillMixin:
+    """For models with local attention that counts the tokens of the cache, pads included."""
+
+    _counts_tokens_in_cache = True
