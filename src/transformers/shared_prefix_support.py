@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .generation.prefill_obstacles import why_not_modules
+from .generation.prefill_obstacles import look_at_modules
 from .integrations.sdpa_attention import sdpa_attention_forward
 
 
@@ -432,7 +432,7 @@ def cannot_share(model: "PreTrainedModel", kind: str = "self_attention") -> str 
     """
     if kind not in ("self_attention", "cross_attention"):
         raise ValueError(f"`kind` must be 'self_attention' or 'cross_attention', but is {kind!r}.")
-    if model.training and why_not_modules(model)[0] is not None:
+    if model.training and look_at_modules(model).drawing is not None:
         return f"{type(model).__name__} is in training mode, where attention may drop out"
     modules_by_class = defaultdict(list)
     for module in model.modules():

@@ -77,19 +77,26 @@ def forwarded(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
 
 
 @contextmanager
-def prefill_flops(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Counts the floating-point operations of each call of `model._prefill`."""
-    flops, prefill = [], model._prefill
+def first_flops(model: PreTrainedModel) -> Iterator[list[int]]:
+    """
+    Counts the floating-point operations of each forward of `model`'s decoder, in hooks on `model` itself: a method that is
+    replaced is one of the caller's, which gets all rows.
+    """
+    flops, counters = [], []
 
-    def counted(*args, **kwargs):
-        with FlopCounterMode(display=False) as counter:
-            outputs = prefill(*args, **kwargs)
+    def start(*_):
+        counters.append(FlopCounterMode(display=False))
+        counters[-1].__enter__()
+
+    def stop(*_):
+        counter = counters.pop()
+        counter.__exit__(None, None, None)
         flops.append(counter.get_total_flops())
-        return outputs
 
-    model._prefill = counted
+    handles = [model.register_forward_pre_hook(start), model.register_forward_hook(stop)]
     yield flops
-    del model._prefill
+    for handle in handles:
+        handle.remove()
 
 
 def flatten(name: str, value: Any) -> dict[str, torch.Tensor]:
@@ -133,8 +140,8 @@ def run(
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): The type of the weights.
 
     Returns:
-        `bytes`: The output fields by name, `rows` and `query_length` of the first forward, `forwards` and
-        `prefill_flops`, as safetensors.
+        `bytes`: The output fields by name, `rows`, `query_length` and `prefill_flops` of the first forward, and
+        `forwards`, as safetensors.
     """
     model = build_model(name, attn_implementation).train(training).to(dtype)
     inputs = build_inputs(name, batch_size) if inputs is None else inputs
@@ -145,7 +152,7 @@ def run(
         if arguments.get("num_beams", 1) == 1:
             arguments["streamer"] = recorder
     torch.manual_seed(0)
-    with forwarded(model) as shapes, prefill_flops(model) as flops:
+    with forwarded(model) as shapes, first_flops(model) as flops:
         output = model.generate(**inputs, **arguments)
     fields = output.items() if isinstance(output, dict) else [("sequences", output)]
     tensors = {key: tensor for field, value in fields for key, tensor in flatten(field, value).items()}

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from .architectures.runner import strategies
 from .runs import MODES, assert_same, oracle, run
@@ -123,8 +123,8 @@ def run_case(case: Case, prefix_repeats: int, **fork_arguments: Any) -> tuple[st
 def sharing() -> Iterator[list[tuple[torch.Tensor, Any]]]:
     """Collects the layers that a prompt is shared in, each with the keys that it got from the prefill."""
     # The oracle imports this module too
-    from transformers.generation import prompt_sharing
-    from transformers.shared_prefix import SharedPrefixLayer, share_cache
+    from transformers.generation import prefill
+    from transformers.shared_prefix import SharedPrefixLayer
 
     found = []
 
@@ -133,15 +133,17 @@ def sharing() -> Iterator[list[tuple[torch.Tensor, Any]]]:
             return layers_of(cache.self_attention_cache) + layers_of(cache.cross_attention_cache)
         return cache.layers
 
-    def share(cache: Cache, *args, **kwargs) -> int:
+    share_cache = prefill.share_cache
+
+    def share(model: PreTrainedModel, cache: Cache, repeats: int) -> int:
         keys = [getattr(layer, "keys", None) for layer in layers_of(cache)]
-        count = share_cache(cache, *args, **kwargs)
+        count = share_cache(model, cache, repeats)
         pairs = zip(keys, layers_of(cache), strict=True)
         found.extend((keys, layer) for keys, layer in pairs if isinstance(layer, SharedPrefixLayer))
         assert len(found) == count
         return count
 
-    with patch.object(prompt_sharing, "share_cache", share):
+    with patch.object(prefill, "share_cache", share):
         yield found
 
 

@@ -19,10 +19,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..cache_expansion import cache_rows
-from ..cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticCache
+from ..cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticCache,
+)
 from ..shared_prefix import cannot_share_cache, materialize_cache
 from ..shared_prefix import share_cache as share_layers
 from ..shared_prefix_support import cannot_share
@@ -31,10 +39,12 @@ from .equal_rows import EqualRows, find_equal_rows, tensors_by_row, why_not_comp
 from .prefill_obstacles import (
     ATTENTION_FIELDS,
     HIDDEN_STATE_FIELDS,
+    HookChangesInputs,
     is_on_probation,
     is_overridden,
     learn,
     takes_plan,
+    watch_pre_hooks,
     why_not_expand,
     why_not_prefill_once,
 )
@@ -75,6 +85,7 @@ class PrefillPlan:
         num_sequences (`int`, *optional*, defaults to 1): Number N of rows that decoding makes of each prompt.
         equal_rows ([`EqualRows`], *optional*): Which prompts are equal, `None` if all are different or aren't compared.
         on_probation (`bool`, *optional*, defaults to `False`): Whether the prefill runs code from outside.
+        watched (`tuple[nn.Module]`, *optional*): Modules with pre-hooks from outside, which may only look on.
         dropped_inputs (`frozenset[str]`, *optional*): Inputs that nothing reads after the prefill.
     """
 
@@ -83,6 +94,7 @@ class PrefillPlan:
     num_sequences: int = 1
     equal_rows: EqualRows | None = None
     on_probation: bool = False
+    watched: tuple[nn.Module, ...] = ()
     dropped_inputs: frozenset[str] = frozenset()
 
     @property
@@ -224,15 +236,21 @@ class PrefillPlan:
         given = dict(given) if self.equal_rows is None else self.equal_rows.select(given)
         rows = given["input_ids"].shape[0]
         before, random = CacheState(model_kwargs.get("cache")), RandomState(model.device)
-        outputs = model._prefill(
-            given.pop("input_ids"), generation_config, given, is_first_iteration=is_first_iteration
-        )
-        caches = outermost_caches(outputs.get("cache"), given.get("cache"))
-        draws = random.restore_if_changed()
-        obstacle = "the prefill draws random numbers" if draws else None
-        obstacle = obstacle or why_not_expand(model, outputs, caches, rows, self.on_probation)
+        try:
+            with watch_pre_hooks(self.watched):
+                outputs = model._prefill(
+                    given.pop("input_ids"), generation_config, given, is_first_iteration=is_first_iteration
+                )
+        except HookChangesInputs as change:
+            outputs, obstacle = None, f"a hook changes what a {change} is given"
+        draws = model._draws_for_each_row and random.restore_if_changed()
+        if outputs is not None:
+            caches = outermost_caches(outputs.get("cache"), given.get("cache"))
+            obstacle = "the prefill draws random numbers" if draws else None
+            obstacle = obstacle or why_not_expand(model, outputs, caches, rows, self.on_probation)
+            if obstacle is not None:
+                learn(model, obstacle, about_class=self.on_probation and not draws)
         if obstacle is not None:
-            learn(model, obstacle, about_class=self.on_probation and not draws)
             logger.info_once(f"{type(model).__name__}: the prompt is forwarded again, on all rows ({obstacle})")
             before.restore(self.rows_to_take(len(prompts)))
             return self._prefill_all_rows(model, input_ids, generation_config, model_kwargs, is_first_iteration)
@@ -302,7 +320,8 @@ class PrefillPlan:
         if getattr(cache, "_is_user_defined", False):
             returned.append(cache)
         for part in outermost_caches(*returned):
-            materialize_cache(part)
+            if isinstance(part, Cache):  # code from outside may return what it likes
+                materialize_cache(part)
 
 
 def take_rows(value: Any, indices: torch.LongTensor, row_dim: Callable[[torch.Tensor], int] | None = None) -> Any:
@@ -433,7 +452,9 @@ def plan_prefill(
     if count == 1 and (batch_size == 1 or requested == "recompute"):
         return PrefillPlan("recompute", "there is one row per prompt")
 
-    obstacle, doubt = why_not_prefill_once(model, decoding_method, generation_config, batch_size, count, model_kwargs)
+    obstacle, doubt, watched = why_not_prefill_once(
+        model, decoding_method, generation_config, batch_size, count, model_kwargs
+    )
     # Who asks for a way takes the responsibility for what can only be suspected
     overrides_doubt = doubt is not None and requested in ("copy", "share") and count > 1
     if obstacle is None and doubt is not None and not overrides_doubt:
@@ -441,7 +462,12 @@ def plan_prefill(
     if obstacle is not None or requested == "recompute":
         return _refuse_or_recompute(model, requested, obstacle, count)
 
-    equal_rows = _find_equal_rows(model, decoding_method, generation_config, inputs_tensor, model_kwargs)
+    watched = () if overrides_doubt else watched
+    equal_rows = None
+    if batch_size > 1 and watched:
+        _log_all_prefilled(model, f"a hook of a {type(watched[0]).__name__} may treat rows differently")
+    elif batch_size > 1:
+        equal_rows = _find_equal_rows(model, decoding_method, generation_config, inputs_tensor, model_kwargs)
     if count == 1 and equal_rows is None:
         return PrefillPlan("recompute", "no prompt repeats")
     group_size = 1 if equal_rows is None else equal_rows.group_size
@@ -460,6 +486,7 @@ def plan_prefill(
         num_sequences=count,
         equal_rows=equal_rows,
         on_probation=is_on_probation(model),
+        watched=watched,
         dropped_inputs=consumed_inputs(model),
     )
 
@@ -548,8 +575,6 @@ def _find_equal_rows(
     model_kwargs: dict[str, Any],
 ) -> EqualRows | None:
     """Finds the prompts whose prefill would be the same: `None` if nothing repeats, or all have to be forwarded."""
-    if inputs_tensor.shape[0] == 1:
-        return None
     obstacle = why_not_equal_rows(model, decoding_method, generation_config)
     obstacle = obstacle or why_not_compare(model_kwargs, inputs_tensor.shape[0])
     equal_rows = None
@@ -593,6 +618,8 @@ class PrefillMixin:
     people call.
     """
 
+    # Whether random numbers drawn in a prefill belong to single rows
+    _draws_for_each_row = True
     # Whether decoding steps read inputs that `generate` drops after the prefill of other models
     _reads_inputs_while_decoding = False
 
