@@ -20,6 +20,6 @@ class Oracle:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `function` with `args` and `kwargs` and returns its result."""
-        reasons = ("the oracle expands first", None)
+        reasons = ("the oracle expands first", None, ())
         with mock.patch.object(prefill, "why_not_prefill_once", return_value=reasons):
             return function(*args, **kwargs)

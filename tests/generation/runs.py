@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import EncoderDecoderCache, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from .changes import CHANGES
 from .oracle import Oracle
 from .tiny_models import build_inputs, build_model
 
@@ -124,6 +125,7 @@ def run(
     record: bool = False,
     training: bool = False,
     dtype: torch.dtype = torch.float32,
+    change: str | None = None,
 ) -> bytes:
     """
     Generates with a tiny model after `torch.manual_seed(0)`.
@@ -138,6 +140,7 @@ def run(
             beams) and as stopping criteria.
         training (`bool`, *optional*, defaults to `False`): Whether the model is in training mode.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): The type of the weights.
+        change (`str`, *optional*): What is done to the model before, see `changes`.
 
     Returns:
         `bytes`: The output fields by name, `rows`, `query_length` and `prefill_flops` of the first forward, and
@@ -146,6 +149,8 @@ def run(
     model = build_model(name, attn_implementation).train(training).to(dtype)
     inputs = build_inputs(name, batch_size) if inputs is None else inputs
     arguments = {**arguments}
+    if change is not None:
+        CHANGES[change](model)
     recorder = Recorder()
     if record:
         arguments["stopping_criteria"] = [recorder]
