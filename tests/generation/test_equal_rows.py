@@ -177,7 +177,8 @@ class SameAsUpstreamTest(unittest.TestCase):
     ):
         inputs = options.pop("inputs", None) or repeated_inputs(name, layout)
         arguments = {**arguments, **ALL_OUTPUTS, "max_new_tokens": 5}
-        tolerance = options.pop("tolerance", 1e-5)
+        # Up to 18 rows become one, whose products round differently; logits reach 15
+        tolerance = options.pop("tolerance", 3e-5)
         ours, theirs = run_both(name, len(layout), arguments, inputs=inputs, **options)
         self.assertEqual(ours["rows"], len(set(layout)) if distinct is None else distinct)
         self.assertEqual(theirs["rows"], len(layout) * expand_size_of(arguments))

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import re
 import sys
 import unittest
 from collections.abc import Iterator
@@ -240,7 +241,29 @@ def generate_case(case: str, mode: str) -> bytes:
     return save({**found, "rows": torch.tensor(rows[0])})
 
 
+def generate_with_own_fallback() -> bytes:
+    """A subclass of Whisper that calls `generate` with all the arguments that it gets, as upstream's method does."""
+    seen = []
+
+    class OwnFallback(transformers.WhisperForConditionalGeneration):
+        def generate_with_fallback(self, **arguments):
+            seen.extend(arguments["kwargs"])
+            return super().generate_with_fallback(**arguments)
+
+    model = build_model("whisper")
+    made = OwnFallback(model.config).eval()
+    made.load_state_dict(model.state_dict())
+    made.generation_config = model.generation_config
+    tokens = made.generate(**build_inputs("whisper", 2), num_beams=3, num_return_sequences=2, max_new_tokens=6)
+    return save({"sequences": tokens, "segments": torch.tensor("segments" in seen)})
+
+
 class SameAsUpstreamTest(unittest.TestCase):
+    def test_whisper_with_a_fallback_of_its_own(self):
+        ours, theirs = load(generate_with_own_fallback()), load(oracle().run(generate_with_own_fallback))
+        self.assertFalse(ours["segments"])
+        self.assertTrue(torch.equal(ours["sequences"], theirs["sequences"]))
+
     @parameterized.expand([(case, mode) for case in CASES for mode in SETTINGS])
     def test_rows_that_differ_in_what_is_not_seen(self, case: str, mode: str):
         ours, theirs = load(generate_case(case, mode)), load(oracle().run(generate_case, case, mode))
@@ -382,6 +405,185 @@ class ProbationTest(unittest.TestCase):
         self.assertEqual(len(prefill_obstacles._learned), before + 1)
         del model
         self.assertEqual(len(prefill_obstacles._learned), before)
+
+
+def with_mixin(mixin: str):
+    """A llama that says about itself what another model does."""
+
+    def change(model):
+        from transformers.generation import prefill_state
+
+        return as_class(type("Stateful", (getattr(prefill_state, mixin), LlamaForCausalLM), {}), model)
+
+    return change
+
+
+def with_forward(edit):
+    """A class whose `forward` edits its outputs."""
+
+    def change(model):
+        class Edited(LlamaForCausalLM):
+            def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+                outputs = super().forward(input_ids, attention_mask, position_ids, **kwargs)
+                edit(outputs)
+                return outputs
+
+        return as_class(Edited, model)
+
+    return change
+
+
+def changed(edit):
+    """The model after `edit` has done something to it."""
+
+    def change(model):
+        edit(model)
+        return model
+
+    return change
+
+
+class UpdatingLayer(transformers.cache_utils.DynamicLayer):
+    def update(self, *args, **kwargs):
+        return super().update(*args, **kwargs)
+
+
+def cache_of(model, kind: str):
+    cache = DynamicCache(config=model.config)
+    if kind == "rows":
+        with torch.no_grad():
+            model(input_ids=torch.full((6, 2), 5), cache=cache)
+    elif kind == "layer":
+        cache.layers = [UpdatingLayer() for _ in cache.layers]
+    else:
+        cache = mock.NonCallableMagicMock(spec=["is_compileable", "is_linear"])
+    return cache
+
+
+def loop_without_expansion(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+    return input_ids
+
+
+# Reason in the log -> what is done to a llama, and the arguments of `generate`
+REASONS = {
+    r"the model is in training mode, where each row draws its own dropout": (
+        changed(lambda model: model.add_module("dropped", nn.Dropout(0.1).train())),
+        {},
+    ),
+    r"the model is in training mode, where its batch normalization reads all rows": (
+        changed(lambda model: model.add_module("norm", nn.BatchNorm1d(4).train())),
+        {},
+    ),
+    r"the decoding method `loop_without_expansion` doesn't take `expand_size`": (
+        None,
+        {"custom_generate": loop_without_expansion},
+    ),
+    r"the cache passed in holds 6 rows already": (None, {"cache": "rows"}),
+    r"`NonCallableMagicMock` has no `batch_repeat_interleave`": (None, {"cache": "foreign"}),
+    r"`UpdatingLayer` overrides `update`, but neither `reorder_cache` nor `batch_repeat_interleave`": (
+        None,
+        {"cache": "layer"},
+    ),
+    r"token healing may change each row of the prompt": (None, {"token_healing": True}),
+    r"the decoder keeps its own state": (with_mixin("OwnDecoderStatePrefillMixin"), {}),
+    r"the capacity of the experts depends on the number of rows \(.*\)": (
+        lambda model: with_mixin("NllbMoePrefillMixin")(model).train(),
+        {},
+    ),
+    r"the prefill draws noise for each row of `input_values`, unless `sample=False`": (
+        lambda model: with_inputs(with_mixin("VibeVoiceAsrPrefillMixin")(model)),
+        {"input_values": torch.zeros(2, 1)},
+    ),
+    r"a hook of a LlamaMLP may treat rows differently": (
+        changed(lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *_: None)),
+        {},
+    ),
+    r"a hook changes what a LlamaDecoderLayer is given": (steered_before, {}),
+    r"the `forward` of a LlamaMLP was replaced by one that may treat rows differently": (steered_by_forward, {}),
+    r"a hook of all modules may treat rows differently": ("global", {}),
+    r"`_expand_inputs_for_generation` is not the library's own, and would not see all rows": (
+        lambda model: as_class(Styles, model),
+        {},
+    ),
+    r"it isn't known what of `task_ids` belongs to which row": (
+        lambda model: as_class(Tasks, model),
+        {"task_ids": [1.0] * 6},
+    ),
+    r"it isn't known which dimension of `position_ids` holds the rows": (
+        with_forward(lambda outputs: None),
+        {"position_ids": torch.arange(9).expand(3, 2, 9)},
+    ),
+    r"the model is no `torch.nn.Module`": (lambda model: SessionModel(model), {"do_sample": True}),
+    r"the prefill draws random numbers": (noise_of_any_name, {}),
+    r"the prefill has filled no `Cache`": (with_forward(lambda outputs: None), {"use_cache": False}),
+    r"it isn't known what `extra`, which the prefill returns, holds for each row": (
+        with_forward(lambda outputs: outputs.__setitem__("extra", torch.zeros(1))),
+        {},
+    ),
+    r"the prefill of 2 rows returns `logits` of shape \(1, .*\)": (
+        with_forward(lambda outputs: outputs.__setitem__("logits", outputs.logits[:1])),
+        {},
+    ),
+    r"after the prefill of 2 rows the cache holds 4": (
+        with_forward(lambda outputs: outputs.cache.batch_repeat_interleave(2)),
+        {},
+    ),
+}
+
+
+def with_inputs(model):
+    model._validate_model_kwargs = lambda model_kwargs: None
+    return model
+
+
+def guide_reasons() -> list[str]:
+    """Patterns of the reasons that the guide lists in its table of prompts that are computed for every row."""
+    from .oracle import REPOSITORY
+
+    text = (REPOSITORY / "docs" / "source" / "en" / "prefill_once.md").read_text()
+    table = text.partition('Computed for every row (`"recompute"`):')[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith('| "')]
+    quoted = [reason for cell in cells for reason in re.findall(r'"(.*?)"', cell)]
+    return [re.escape(reason).replace("…", ".*") for reason in quoted]
+
+
+class ReasonTest(unittest.TestCase):
+    """Every reason to compute all rows is logged, and in the guide, and the guide has no other."""
+
+    def logged_reasons(self, reason: str) -> list[str]:
+        from .test_equal_rows import logged
+
+        change, arguments = REASONS[reason]
+        model = build_model("llama")
+        inputs, arguments = {"input_ids": build_inputs("llama", 2)["input_ids"]}, {"num_beams": 3, **arguments}
+        if arguments.pop("do_sample", False):
+            arguments = {"do_sample": True, "num_return_sequences": 3}
+        with contextlib.ExitStack() as stack:
+            if change == "global":
+                stack.callback(nn.modules.module.register_module_forward_pre_hook(lambda *_: None).remove)
+            elif change is not None:
+                model = change(model)
+            messages = stack.enter_context(logged())
+            for _ in range(2):
+                given = {"cache": cache_of(model, arguments["cache"])} if "cache" in arguments else {}
+                # What is done to these models may be too much for them: the reason is logged before
+                with contextlib.suppress(Exception):
+                    model.generate(**inputs, **{**arguments, **given}, max_new_tokens=1)
+        return messages
+
+    @parameterized.expand([(reason,) for reason in REASONS])
+    def test_logged(self, reason: str):
+        messages = self.logged_reasons(reason)
+        self.assertRegex(messages[-1], rf"prompt_expansion='recompute' \({reason}\)$")
+
+    def test_guide_lists_them_all(self):
+        listed = guide_reasons()
+        self.assertGreater(len(listed), 20)
+        plain = [reason.replace("\\", "") for reason in REASONS]
+        for reason in plain:
+            self.assertTrue(any(re.match(pattern, reason) for pattern in listed), reason)
+        for pattern in listed:
+            self.assertTrue(any(re.match(pattern, reason) for reason in plain), pattern)
 
 
 class OwnTest(unittest.TestCase):
