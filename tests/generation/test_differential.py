@@ -19,9 +19,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from .architectures.runner import strategies
+from .changes import CHANGES, ONCE, RecentCache
 from .runs import MODES, assert_same, oracle, run
 from .tiny_models import BUILDERS, DECODER_ONLY, EOS, PAD, SPECIAL, VOCABULARY, build_model
 
@@ -44,6 +45,8 @@ class Case:
     expand_size: int
     prefix_length: int = 0
     stop_strings: list[str] = field(default_factory=list)
+    change: str | None = None
+    has_foreign_cache: bool = False
 
     def inputs(self) -> dict[str, torch.Tensor]:
         input_ids = torch.tensor(self.input_ids)
@@ -67,7 +70,9 @@ class Case:
 
     def prefilled_rows(self) -> int:
         """How many rows the fork's prefill has: one per distinct prompt, unless each row continues a cached prefix."""
-        if self.prefix_length > 0:
+        if self.has_foreign_cache or (self.change is not None and self.change not in ONCE):
+            return len(self.input_ids) * self.expand_size
+        if self.prefix_length > 0 or self.change is not None:
             return len(self.input_ids)
         return len(self._rows().unique(dim=0))
 
@@ -113,8 +118,11 @@ def run_case(case: Case, prefix_repeats: int, **fork_arguments: Any) -> tuple[st
         rows["position_ids"] = (rows["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             model(**rows, cache=arguments["cache"])
+    if case.has_foreign_cache:
+        arguments["cache"] = RecentCache(config=build_model(case.name).config)
+    options = {"inputs": inputs, "dtype": case.dtype(), "change": case.change}
     try:
-        return "output", run(case.name, len(case.input_ids), arguments, inputs=inputs, dtype=case.dtype())
+        return "output", run(case.name, len(case.input_ids), arguments, **options)
     except Exception as error:  # compared with the other side's
         return "error", type(error).__name__
 
@@ -123,8 +131,8 @@ def run_case(case: Case, prefix_repeats: int, **fork_arguments: Any) -> tuple[st
 def sharing() -> Iterator[list[tuple[torch.Tensor, Any]]]:
     """Collects the layers that a prompt is shared in, each with the keys that it got from the prefill."""
     # The oracle imports this module too
-    from transformers.generation import prompt_sharing
-    from transformers.shared_prefix import SharedPrefixLayer, share_cache
+    from transformers.generation import prefill
+    from transformers.shared_prefix import SharedPrefixLayer
 
     found = []
 
@@ -133,15 +141,17 @@ def sharing() -> Iterator[list[tuple[torch.Tensor, Any]]]:
             return layers_of(cache.self_attention_cache) + layers_of(cache.cross_attention_cache)
         return cache.layers
 
-    def share(cache: Cache, *args, **kwargs) -> int:
+    share_cache = prefill.share_cache
+
+    def share(model: PreTrainedModel, cache: Cache, repeats: int) -> int:
         keys = [getattr(layer, "keys", None) for layer in layers_of(cache)]
-        count = share_cache(cache, *args, **kwargs)
+        count = share_cache(model, cache, repeats)
         pairs = zip(keys, layers_of(cache), strict=True)
         found.extend((keys, layer) for keys, layer in pairs if isinstance(layer, SharedPrefixLayer))
         assert len(found) == count
         return count
 
-    with patch.object(prompt_sharing, "share_cache", share):
+    with patch.object(prefill, "share_cache", share):
         yield found
 
 
@@ -229,7 +239,7 @@ def prompts(draw, length: int, repeated: bool) -> tuple[list[list[int]], list[in
 
 
 @st.composite
-def cases(draw, repeated: bool = False, share: bool = False) -> Case:
+def cases(draw, repeated: bool = False, share: bool = False, changed: bool = False) -> Case:
     name, length = draw(st.sampled_from(SHARING_MODELS if share else MODELS)), draw(st.integers(1, 10))
     input_ids, padding = draw(prompts(length, repeated))
     expand_size, arguments = draw(modes(share))
@@ -249,8 +259,12 @@ def cases(draw, repeated: bool = False, share: bool = False) -> Case:
     )
     if name in PREFIX_MODELS and length > 1 and draw(st.integers(0, 3)) == 0:
         case.prefix_length = draw(st.integers(1, length - 1))
+    elif changed and name in PREFIX_MODELS and draw(st.integers(0, 5)) == 0:
+        case.has_foreign_cache = True
     else:
         arguments |= draw(caches(name, share))
+    if changed and not case.has_foreign_cache and case.prefix_length == 0:
+        case.change = draw(st.sampled_from(sorted(CHANGES)))
     return case
 
 
@@ -290,9 +304,17 @@ def assert_same_as_upstream(case: Case, **fork_arguments: Any) -> None:
     ours, theirs = load(ours[1]), load(theirs[1])
     has_equal_rows = case.prefilled_rows() < len(case.input_ids)
     event("equal rows" if has_equal_rows else "output")
-    assert ours["rows"] == case.prefilled_rows()
+    if case.change == "steer before":
+        # Seen to be one that changes inputs when it runs: in the first forward of the first example
+        for found in (ours, theirs):
+            del found["forwards"]
+    else:
+        assert ours["rows"] == case.prefilled_rows()
+    event(f"change: {case.change or case.has_foreign_cache}")
     assert theirs["rows"] == len(case.input_ids) * case.expand_size
-    if taken and taken[0][0] == "share":
+    if case.change == "steer before":
+        assert all(way == "recompute" for way, _ in taken) or not shared
+    elif taken and taken[0][0] == "share":
         assert_shared(case, shared)
     else:
         assert not shared and "prompt_expansion" not in fork_arguments
@@ -306,6 +328,13 @@ def assert_same_as_upstream(case: Case, **fork_arguments: Any) -> None:
 
 @given(cases())
 def test_same_as_upstream(case: Case):
+    assert_same_as_upstream(case)
+
+
+# Half as many: what is done to the model decides more than the rest
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.booleans().flatmap(lambda repeated: cases(repeated, changed=True)))
+def test_changed_models_same_as_upstream(case: Case):
     assert_same_as_upstream(case)
 
 

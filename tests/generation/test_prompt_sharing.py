@@ -11,7 +11,7 @@ import torch
 from parameterized import parameterized
 from torch._dynamo.testing import CompileCounter
 
-from transformers.generation import prompt_sharing
+from transformers.generation import prefill
 
 from .runs import ALL_OUTPUTS, MODES, assert_same, forwarded, run_both
 from .test_prompt_expansion import ExpansionTestCase, generate
@@ -56,10 +56,8 @@ class PromptSharingTest(ExpansionTestCase):
     @contextmanager
     def shared_layers() -> Iterator[list[int]]:
         """Collects how many layers each call of `generate` shares."""
-        counts, share = [], prompt_sharing.share_cache
-        with mock.patch.object(
-            prompt_sharing, "share_cache", lambda *args, **kwargs: counts.append(share(*args, **kwargs))
-        ):
+        counts, share = [], prefill.share_cache
+        with mock.patch.object(prefill, "share_cache", lambda *args, **kwargs: counts.append(share(*args, **kwargs))):
             yield counts
 
     def test_static_cache_keeps_its_shape_by_default(self):

@@ -236,7 +236,7 @@ GROUP_BEAM_SEARCH_EDITS = [
         scope=GENERATE,
         old="generation_mode = generation_config.get_generation_mode(assistant_model)",
         new="""
-            if generation_config.num_beam_groups is not None:
+            if generation_config.num_beam_groups != 1 or generation_config.diversity_penalty != 0:
                 self._validate_beam_groups(generation_config, custom_generate, assistant_model, streamer)
             generation_mode = generation_config.get_generation_mode(assistant_model)
         """,

@@ -25,6 +25,9 @@ class XLNetPrefillMixin:
 
 
 class ReformerPrefillMixin:
+    # Hashes of the prompt are drawn once for all rows
+    _draws_for_each_row = False
+
     def _expand_prefill_state(self, outputs: ModelOutput, model_kwargs: dict[str, Any], expand_size: int) -> None:
         if outputs.past_buckets_states is not None:
             outputs.past_buckets_states.batch_repeat_interleave(expand_size)
