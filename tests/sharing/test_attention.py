@@ -272,6 +272,10 @@ class AttentionTest(unittest.TestCase):
             ((case.query, case.keys, [case.values[0], case.values[0]]), r"\(6, 2, 5, 8\) and \(2, 2, 17, 8\)"),
             ((*case.arguments(), torch.ones(6, 1, 1, 21).bool()), r"must broadcast to \(6, 4, 1, 22\), but .*21"),
             ((*case.arguments(), torch.ones(1, 6, 1, 1, 22).bool()), r"must broadcast to \(6, 4, 1, 22\)"),
+            (
+                (*case.arguments(), torch.ones(22, dtype=torch.int64)),
+                "must be boolean or of floating point, but is .*int64",
+            ),
             ((*case.arguments(), torch.ones(22).bool(), None, True), "`attn_mask` must be None where `is_causal`"),
         ):
             with self.subTest(message=message), self.assertRaisesRegex(ValueError, message):
@@ -439,7 +443,7 @@ class CompileTest(unittest.TestCase):
         ]
     )
     def test_full_graph(self, backend, mask, value_size):
-        """One graph for all lengths of the suffix."""
+        """One graph for all lengths."""
         graphs = []
 
         def count(graph, inputs):
@@ -448,8 +452,8 @@ class CompileTest(unittest.TestCase):
 
         compiled, memo = torch.compile(attend, fullgraph=True, dynamic=True, backend=count), StepMemo()
         with torch.no_grad():
-            for suffix in (3, 5, 9):
-                case = Case((6, ((2, 40), (6, suffix))), value_size=value_size)
+            for length, suffix in ((40, 3), (50, 5), (64, 9)):
+                case = Case((6, ((2, length), (6, suffix))), value_size=value_size)
                 output = compiled(case.query, case.keys, case.values, case.mask(mask), memo=memo)
                 self.assertLess((output - case.reference(case.mask(mask))).abs().max().item(), 1e-5)
         self.assertEqual(len(graphs), 1)

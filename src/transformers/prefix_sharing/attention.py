@@ -64,7 +64,7 @@ def attend(
 
     Raises:
         `ValueError`: If `keys` and `values` differ in number, if the rows or heads of a segment don't divide those of
-            `query`, if `attn_mask` can't be broadcast, or if it is given beside `is_causal`.
+            `query`, if `attn_mask` can't be broadcast or is of integers, or if it is given beside `is_causal`.
     """
     _check(query, keys, values)
     segments = [segment for segment in zip(keys, values) if segment[0].shape[2] > 0]
@@ -75,6 +75,7 @@ def attend(
         if attn_mask is not None:
             raise ValueError("`attn_mask` must be None where `is_causal` is True.")
         attn_mask = query.new_ones(queries, sum(key.shape[2] for key in keys), dtype=torch.bool).tril()
+        memo = None
     scale = size**-0.5 if scale is None else scale
     with maybe_autocast(query.device.type, enabled=False):
         mask = _Mask([None] * len(segments))
@@ -290,6 +291,8 @@ def _make_mask(mask: torch.Tensor, layout: _Layout, query: torch.Tensor) -> _Mas
     full = (layout.rows, layout.heads, layout.queries, layout.length)
     if mask.dim() > 4 or any(size not in (1, other) for size, other in zip(mask.shape[::-1], full[::-1])):
         raise ValueError(f"`attn_mask` must broadcast to {full}, but has the shape {tuple(mask.shape)}.")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"`attn_mask` must be boolean or of floating point, but is {mask.dtype}.")
     mask = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
     dtype = torch.promote_types(query.dtype, torch.float32)
     if mask.dtype == torch.bool:
