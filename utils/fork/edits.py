@@ -447,6 +447,7 @@ STATEFUL_MODELS = (
     ("cpmant", ("CpmAntForCausalLM",), "WholePromptPrefillMixin"),
     ("fuyu", ("FuyuForCausalLM",), "FuyuPrefillMixin"),
     ("gemma3n", ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), "Gemma3nPrefillMixin"),
+    ("git", ("GitForCausalLM",), "DistanceInCachePrefillMixin"),
     ("gpt_neo", ("GPTNeoForCausalLM",), "DistanceInCachePrefillMixin"),
     ("glm_image", ("GlmImageForConditionalGeneration",), "GlmImagePrefillMixin"),
     ("idefics", ("IdeficsForVisionText2Text",), "IdeficsPrefillMixin"),
