@@ -13,6 +13,7 @@ Shapes: B batch items, N rows per item, U distinct rows, L prompt length, V voca
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,7 @@ from ..cache_utils import (
     StaticCache,
 )
 from ..prefix_sharing.caches import learn_from, materialize_cache, share_cache, why_not_share
+from ..prefix_sharing.cost import Decoding
 from ..utils import ModelOutput, logging
 from .common_prefix import CommonPrefix, align, continue_cache, why_not_common_prefix, why_not_layout
 from .equal_rows import EqualRows, find_equal_rows, fingerprints, tensors_by_row, why_not_compare
@@ -66,6 +68,7 @@ class PrefillPlan:
 
     Args:
         strategy (`str`): `"recompute"`, `"copy"` or `"share"`, see `GenerationConfig.prompt_expansion`.
+        shares_where_it_pays (`bool`): Whether `"share"` leaves out the layers for which copying is cheaper.
         reason (`str`): Why.
         num_sequences (`int`, *optional*, defaults to 1): Number N of rows that decoding makes of each prompt.
         equal_rows ([`EqualRows`], *optional*): Which prompts are equal, `None` if all are different or aren't compared.
@@ -77,6 +80,7 @@ class PrefillPlan:
 
     strategy: str
     reason: str
+    shares_where_it_pays: bool = False
     num_sequences: int = 1
     equal_rows: EqualRows | None = None
     on_probation: bool = False
@@ -246,7 +250,9 @@ class PrefillPlan:
             before.restore(self.rows_to_take(len(prompts)))
             return self._prefill_all_rows(model, input_ids, generation_config, model_kwargs, is_first_iteration)
 
-        self._expand_results(model, outputs, caches, model_kwargs, rows, len(prompts))
+        max_length = generation_config.max_length or sys.maxsize
+        decoding = Decoding(max_length - input_ids.shape[1], (generation_config.num_beams or 1) > 1)
+        self._expand_results(model, outputs, caches, model_kwargs, rows, len(prompts), decoding)
         if given.get("cache") is not None:
             model_kwargs = {**model_kwargs, "cache": given["cache"]}
         if prefix is not None:
@@ -318,6 +324,7 @@ class PrefillPlan:
         model_kwargs: dict[str, Any],
         rows: int,
         batch_size: int,
+        decoding: Decoding,
     ) -> None:
         """Makes the outputs and caches of a prefill of `rows` rows those of B * N rows, in place."""
         repeats = self.num_sequences * self.group_size
@@ -333,10 +340,19 @@ class PrefillPlan:
         for cache in caches:
             if not is_grouped:
                 cache.batch_select_indices(torch.tensor(self.equal_rows.groups))
-            if self.strategy == "share" and repeats > 1:
-                share_cache(cache, repeats, model)
-            elif repeats > 1:
-                cache.batch_repeat_interleave(repeats)
+            if repeats > 1:
+                self._expand_cache(model, cache, repeats, decoding)
+
+    def _expand_cache(self, model: "PreTrainedModel", cache: Any, repeats: int, decoding: Decoding) -> None:
+        if self.strategy != "share":
+            cache.batch_repeat_interleave(repeats)
+            return
+        shared = share_cache(cache, repeats, model, decoding if self.shares_where_it_pays else None)
+        if self.shares_where_it_pays:
+            copied = dict.fromkeys(cache.copied_layers.values())
+            reason = f"{shared} layers; others: {', '.join(copied)}" if shared else ", ".join(copied)
+            reason = reason if copied else self.reason
+            _log_strategy(model, "share" if shared else "copy", reason)
 
     def _expand_inputs(
         self, model: "PreTrainedModel", prompts: torch.LongTensor, model_kwargs: dict[str, Any]
@@ -543,11 +559,14 @@ def plan_prefill(
         raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {reason}.")
     if overrides_doubt:
         reason = f"{reason}, and was asked for although {doubt}"
-    if repeats > 1:
-        logger.info_once(f"{type(model).__name__}: prompt_expansion={strategy!r} ({reason})")
+    # The prefill tells for which layers it pays
+    shares_where_it_pays = strategy == "share" and requested == "auto"
+    if repeats > 1 and not shares_where_it_pays:
+        _log_strategy(model, strategy, reason)
     return PrefillPlan(
         strategy=strategy,
         reason=reason,
+        shares_where_it_pays=shares_where_it_pays,
         num_sequences=count,
         equal_rows=equal_rows,
         on_probation=is_on_probation(model),
@@ -562,10 +581,14 @@ def _refuse_or_recompute(model: "PreTrainedModel", requested: str, obstacle: str
         raise ValueError(f"`prompt_expansion={requested!r}` is not possible: {obstacle}.")
     reason = obstacle or "asked for"
     if count > 1:
-        logger.info_once(f"{type(model).__name__}: prompt_expansion='recompute' ({reason})")
+        _log_strategy(model, "recompute", reason)
     else:
         _log_all_prefilled(model, reason)
     return PrefillPlan("recompute", reason, count)
+
+
+def _log_strategy(model: "PreTrainedModel", strategy: str, reason: str) -> None:
+    logger.info_once(f"{type(model).__name__}: prompt_expansion={strategy!r} ({reason})")
 
 
 def choose_strategy(
@@ -786,6 +809,7 @@ class PrefillMixin:
         plan = PrefillPlan(
             strategy=strategy,
             reason=reason,
+            shares_where_it_pays=strategy == "share" and requested == "auto",
             num_sequences=expand_size,
             on_probation=is_on_probation(self),
             dropped_inputs=consumed_inputs(self),

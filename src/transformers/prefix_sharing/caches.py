@@ -27,6 +27,7 @@ from ..cache_utils import BaseQuantizedLayer, Cache, DynamicCache, DynamicLayer,
 from ..modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..utils import logging
 from .attention import StepMemo
+from .cost import Decoding, why_not_pays
 from .states import BeamMemo, Origin, SegmentedStates
 
 
@@ -53,7 +54,9 @@ def _parts(cache: Cache) -> Iterator[tuple[str, Cache]]:
         yield "self", cache
 
 
-def share_cache(cache: Cache, repeats: int, model: "PreTrainedModel | None" = None) -> int:
+def share_cache(
+    cache: Cache, repeats: int, model: "PreTrainedModel | None" = None, decoding: Decoding | None = None
+) -> int:
     """
     Makes a cache of B rows stand for B * N rows, in place. Keys and values of layers that concatenate, and of static layers,
     are stored once; everything else repeats its rows.
@@ -63,24 +66,33 @@ def share_cache(cache: Cache, repeats: int, model: "PreTrainedModel | None" = No
         repeats (`int`): Number N of rows per batch item.
         model ([`PreTrainedModel`], *optional*): The model that goes on with it. Its layers that had to become ordinary ones
             in an earlier call are repeated at once.
+        decoding ([`Decoding`], *optional*): What follows. If it is given, layers are shared only where it pays.
 
     Returns:
-        `int`: Number of layers whose keys and values are shared.
+        `int`: Number of layers whose keys and values are shared. Why others that could be are not is in `cache.copied_layers`.
 
     Raises:
         `ValueError`: If `repeats` is not an integer of at least 1.
     """
     check_repeats(repeats)
     learned = _learned.get(type(model), {})
-    masks, beams, origins = StepMemo(), BeamMemo(), {}
+    masks, beams, origins, copied = StepMemo(), BeamMemo(), {}, {}
     for kind, part in _parts(cache):
         if repeats > 1 and _why_not_part(part) is None:
             for index, layer in enumerate(part.layers):
-                if (kind, index) not in learned and _can_share(layer):
+                if not _can_share(layer):
+                    continue
+                reason = f"`{learned[kind, index]}` needs all rows" if (kind, index) in learned else None
+                if reason is None and decoding is not None:
+                    keys = next(iter(_states(layer).values()))
+                    reason = why_not_pays(keys, repeats, kind, decoding)
+                if reason is None:
                     origins[kind, index] = Origin(masks, beams)
                     part.layers[index] = _wrap(layer, origins[kind, index])
+                else:
+                    copied[kind, index] = reason
         part.batch_repeat_interleave(repeats)
-    cache.shared_origins = origins
+    cache.shared_origins, cache.copied_layers = origins, copied
     return len(origins)
 
 
@@ -160,7 +172,8 @@ def materialize_cache(cache: Cache) -> None:
     Args:
         cache ([`Cache`]): A cache, shared or not.
     """
-    vars(cache).pop("shared_origins", None)
+    for name in ("shared_origins", "copied_layers"):
+        vars(cache).pop(name, None)
     for _, part in _parts(cache):
         for layer in part.layers:
             shared = {name: states for name, states in vars(layer).items() if isinstance(states, SegmentedStates)}
