@@ -1,0 +1,70 @@
+# Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
+"""Step 5: reordering static layers keeps the address of their buffers."""
+
+from ..codemod import AddDefinitions, ReplaceStatement
+from .step import Step
+
+
+REORDER = '''
+def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    """Reorders this layer's cache for beam search."""
+    if self.get_seq_length() > 0:
+        beam_idx = beam_idx.to(self.device)
+        keys, values = self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx)
+        if keys.shape == self.keys.shape:
+            # Has to be performed in-place, as we have static addresses that we need to keep
+            self.keys.copy_(keys)
+            self.values.copy_(values)
+        else:
+            self.keys, self.values = keys, values
+'''
+
+TEST = '''
+def test_reordered_static_cache_keeps_its_addresses(self):
+    cache = StaticCache(config=LlamaConfig(num_hidden_layers=1), max_cache_len=4)
+    keys, values = torch.rand(2, 3, 32, 2, 128, device=torch_device)
+    cache.update(keys, values, 0)
+    layer = cache.layers[0]
+    addresses = layer.keys.data_ptr(), layer.values.data_ptr()
+    beam_idx = torch.tensor([2, 0, 0], device=torch_device)
+    cache.reorder_cache(beam_idx)
+    self.assertEqual((layer.keys.data_ptr(), layer.values.data_ptr()), addresses)
+    torch.testing.assert_close(layer.keys[:, :, :2], keys[beam_idx], rtol=0, atol=0)
+    torch.testing.assert_close(layer.values[:, :, :2], values[beam_idx], rtol=0, atol=0)
+'''
+
+STEP = Step(
+    subject="Cache: keep the address of static layers when they are reordered",
+    description="TODO",
+    edits=[
+        AddDefinitions(
+            path="cache_utils.py",
+            scope="StaticLayer",
+            after="crop",
+            code=REORDER,
+            reason="compiled decoding is tied to the address of the buffers",
+        ),
+        ReplaceStatement(
+            path="cache_utils.py",
+            scope="StaticIndexedLayer.reorder_cache",
+            old="self.indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))",
+            new="""
+                indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))
+                if indexer_keys.shape == self.indexer_keys.shape:
+                    self.indexer_keys.copy_(indexer_keys)
+                else:
+                    self.indexer_keys = indexer_keys
+            """,
+            reason="compiled decoding is tied to the address of the buffers",
+        ),
+    ],
+    test_edits=[
+        AddDefinitions(
+            path="tests/utils/test_cache_utils.py",
+            scope="CacheTest",
+            after="test_static_cache_mha_mqa_gqa",
+            code=TEST,
+            reason="the reproducer",
+        ),
+    ],
+)
