@@ -5,7 +5,7 @@ from ..codemod import AddDefinitions, ReplaceExpression, ReplaceStatement
 from .step import Step
 
 
-TEST = '''
+TEST = """
 def test_encoder_outputs_of_the_caller_stay_as_they_are(self):
     config = AutoConfig.for_model("t5", vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     model = AutoModelForSeq2SeqLM.from_config(config).to(torch_device).eval()
@@ -17,7 +17,7 @@ def test_encoder_outputs_of_the_caller_stay_as_they_are(self):
         output = model.generate(encoder_outputs=encoder_outputs, **kwargs)
         self.assertEqual(encoder_outputs.last_hidden_state.shape[0], 2)
         self.assertListEqual(output.tolist(), expected.tolist())
-'''
+"""
 
 STEP = Step(
     subject="Generate: do not write to the encoder outputs that are passed in",

@@ -8,11 +8,13 @@ from .step import Step
 REORDER = '''
 def reorder_cache(self, beam_idx: torch.LongTensor):
     """Reorders the unconditional context for beam search, given the selected beam indices."""
+    context = self.unconditional_context
     for name in ("input_ids", "attention_mask"):
-        if (context := self.unconditional_context[name]) is not None:
-            self.unconditional_context[name] = context.index_select(0, beam_idx.to(context.device))
-    if self.unconditional_context["cache"] is not None:
-        self.unconditional_context["cache"].reorder_cache(beam_idx)
+        if isinstance(value := context[name], torch.Tensor):
+            context[name] = value.index_select(0, beam_idx.to(value.device))
+    cache = context["cache"]
+    if hasattr(cache, "reorder_cache"):
+        cache.reorder_cache(beam_idx)
 '''
 
 TEST = '''

@@ -19,7 +19,7 @@ def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
             self.keys, self.values = keys, values
 '''
 
-TEST = '''
+TEST = """
 def test_reordered_static_cache_keeps_its_addresses(self):
     cache = StaticCache(config=LlamaConfig(num_hidden_layers=1), max_cache_len=4)
     keys, values = torch.rand(2, 3, 32, 2, 128, device=torch_device)
@@ -31,7 +31,7 @@ def test_reordered_static_cache_keeps_its_addresses(self):
     self.assertEqual((layer.keys.data_ptr(), layer.values.data_ptr()), addresses)
     torch.testing.assert_close(layer.keys[:, :, :2], keys[beam_idx], rtol=0, atol=0)
     torch.testing.assert_close(layer.values[:, :, :2], values[beam_idx], rtol=0, atol=0)
-'''
+"""
 
 STEP = Step(
     subject="Cache: keep the address of static layers when they are reordered",
@@ -40,7 +40,7 @@ STEP = Step(
         AddDefinitions(
             path="cache_utils.py",
             scope="StaticLayer",
-            after="crop",
+            after="get_max_length",
             code=REORDER,
             reason="compiled decoding is tied to the address of the buffers",
         ),
