@@ -5,6 +5,14 @@ from ..codemod import AddDefinitions, ReplaceExpression, ReplaceStatement
 from .step import Step
 
 
+DESCRIPTION = """
+With beams or several returned sequences, `generate` expanded the `encoder_outputs` that it was given in place. They could
+not be used a second time: the object had B * N rows after the first call. It is copied now (the tensors are not).
+
+The test calls `generate` twice with the same object. Before, the first call left 6 rows in place of 2:
+`pytest tests/generation/test_utils.py -k encoder_outputs_of_the_caller`
+"""
+
 TEST = """
 def test_encoder_outputs_of_the_caller_stay_as_they_are(self):
     config = AutoConfig.for_model("t5", vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
@@ -21,7 +29,7 @@ def test_encoder_outputs_of_the_caller_stay_as_they_are(self):
 
 STEP = Step(
     subject="Generate: do not write to the encoder outputs that are passed in",
-    description="TODO",
+    description=DESCRIPTION,
     edits=[
         ReplaceExpression(
             path="generation/utils.py",

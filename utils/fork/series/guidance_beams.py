@@ -5,6 +5,15 @@ from ..codemod import AddDefinitions, ReplaceStatement
 from .step import Step
 
 
+DESCRIPTION = """
+`UnbatchedClassifierFreeGuidanceLogitsProcessor` keeps the tokens, the mask and the cache of the unconditional prompt for
+each row. Beam search reorders the rows after each step, but not what the processor keeps, so that the unconditional scores
+of a beam were those of another one. Processors with a method `reorder_cache` are told the new order now.
+
+The test compares with a processor that keeps nothing and forwards the whole unconditional sequence in each step. Before,
+tokens differed: `pytest tests/generation/test_utils.py -k guidance_follows_the_beams`
+"""
+
 REORDER = '''
 def reorder_cache(self, beam_idx: torch.LongTensor):
     """Reorders the unconditional context for beam search, given the selected beam indices."""
@@ -47,7 +56,7 @@ def test_guidance_follows_the_beams(self):
 
 STEP = Step(
     subject="Generate: let the cache of classifier-free guidance follow the beams",
-    description="TODO",
+    description=DESCRIPTION,
     edits=[
         AddDefinitions(
             path="generation/logits_process.py",

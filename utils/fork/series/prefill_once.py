@@ -5,6 +5,50 @@ from ..codemod import AddDefinitions, AddParameter, AddToDocstring, RedirectCall
 from .step import Step
 
 
+DESCRIPTION = """
+With `num_beams` or `num_return_sequences`, `generate` repeats each of B prompts N times and forwards B * N rows, though
+the N rows of a prompt are equal until the first token is chosen. Where that is safe, sampling and beam search now forward
+B rows, and repeat the last logits and the cache for the N copies. Part of #27449.
+
+`generate` keeps the inputs that it had before the expansion and hands them, as `prompt_inputs`, to decoding methods that
+have such a parameter, as it does with `inputs_tensor`. Custom decoding loops, overridden `_sample` and `_beam_search`, and
+whoever calls them without `prompt_inputs`, get what they always got. `_prefill` stays as it is.
+
+Copies are forwarded as before, and the log says why at level info, unless: the cache is a new `DynamicCache` (or two in an
+`EncoderDecoderCache`); the model is the library's own, in evaluation mode, with the methods of `GenerationMixin` and
+without hooks in its modules; the prompt is text, and each input has one row per prompt; no attentions or hidden states are
+returned. Static, quantized and offloaded caches, images and sound are left to other changes.
+
+What is gained, in seconds of CPU time on one core of an AMD EPYC (float32, 2,048 tokens, random weights in the size of
+SmolLM2-135M, medians of 2 interleaved runs; no GPU has been measured):
+
+| beams | before | after |
+|---|---|---|
+| 1 | 7.5 | 7.7 |
+| 6 | 46.7 | 12.5 |
+
+```python
+import time
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+config = AutoConfig.for_model("llama", vocab_size=49152, hidden_size=576, intermediate_size=1536,
+                              num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
+model = AutoModelForCausalLM.from_config(config).eval()
+prompt = torch.randint(3, 49152, (1, 2048))
+for num_beams in (1, 6):
+    start = time.process_time()
+    model.generate(prompt, num_beams=num_beams, max_new_tokens=15, min_new_tokens=15, do_sample=False)
+    print(num_beams, "beams:", round(time.process_time() - start, 1), "s of CPU time", flush=True)
+```
+
+Tests: `GenerationTesterMixin.test_prefill_once` compares every model with itself, all copies forwarded; a second test has
+the cases that must fall back. Beyond these, sampling, beam search and beam sampling were compared with the release, for
+all architectures of the auto mappings that could be built tiny (443 cases of text, images and sound, 1,325 runs): the same
+tokens in all of them, and scores within 1e-5; 903 runs forwarded each prompt once. Rounding may differ in the last digits,
+as for any other batch size.
+"""
+
 PARAMETER_DOC = """
     prompt_inputs (`dict`, *optional*):
         The inputs as they were before `generate` expanded them, so that each prompt can be prefilled once.
@@ -203,7 +247,7 @@ def test_prefill_once_only_where_copies_are_equal(self):
 
 STEP = Step(
     subject="Generate: prefill each prompt once for all of its beams and sequences",
-    description="TODO",
+    description=DESCRIPTION,
     edits=EDITS,
     test_edits=[
         AddDefinitions(

@@ -5,6 +5,15 @@ from ..codemod import AddDefinitions, ReplaceStatement
 from .step import Step
 
 
+DESCRIPTION = """
+Static layers mark their buffers as static addresses, and say that they have to be mutated in place, but `reorder_cache`
+replaced them by new tensors. Beam search with a static cache moved them after each step. Where the number of rows stays,
+they are reordered in place now.
+
+The test compares addresses, and the contents with the rows that were asked for. What compiled decoding gains by it on a
+GPU has not been measured: `pytest tests/utils/test_cache_utils.py -k keeps_its_addresses`
+"""
+
 REORDER = '''
 def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
     """Reorders this layer's cache for beam search."""
@@ -35,7 +44,7 @@ def test_reordered_static_cache_keeps_its_addresses(self):
 
 STEP = Step(
     subject="Cache: keep the address of static layers when they are reordered",
-    description="TODO",
+    description=DESCRIPTION,
     edits=[
         AddDefinitions(
             path="cache_utils.py",
