@@ -1,7 +1,7 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """The steps of the series, in order."""
 
-from . import encoder_outputs, guidance_beams, minimax_states, prefill_once, static_address
+from . import encoder_outputs, guidance_beams, minimax_states, prefill_once, prefix_cache, static_address
 from .step import Step
 
 
@@ -11,4 +11,5 @@ STEPS: list[Step] = [
     guidance_beams.STEP,
     encoder_outputs.STEP,
     static_address.STEP,
+    prefix_cache.STEP,
 ]
