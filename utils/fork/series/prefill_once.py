@@ -20,12 +20,12 @@ without hooks in its modules; the prompt is text, and each input has one row per
 returned. Static, quantized and offloaded caches, images and sound are left to other changes.
 
 What is gained, in seconds of CPU time on one core of an AMD EPYC (float32, 2,048 tokens, random weights in the size of
-SmolLM2-135M, medians of 2 interleaved runs; no GPU has been measured):
+SmolLM2-135M, medians of 3 interleaved runs; no GPU has been measured):
 
 | beams | before | after |
 |---|---|---|
-| 1 | 7.5 | 7.7 |
-| 6 | 46.7 | 12.5 |
+| 1 | 7.7 | 7.6 |
+| 6 | 47.1 | 12.5 |
 
 ```python
 import time
