@@ -95,9 +95,9 @@ def check_style(tree: Path, paths: Sequence[str], *command: str) -> Counter[str]
 
 
 def check_types(tree: Path) -> Counter[str]:
-    """Counts what ty finds, without line numbers, in what upstream checks and the series touches."""
+    """Counts what ty finds, without line numbers, in what upstream checks and the series touches. Caches it skips."""
     arguments = ["--python", sys.prefix, "--config-file", str(TYPES), "--error-on-warning", "--output-format=concise"]
-    roots = [f"{SOURCES}/{path}" for path in ("_typing.py", "generation", "modeling_utils.py", "cache_utils.py")]
+    roots = [f"{SOURCES}/{path}" for path in ("_typing.py", "generation", "modeling_utils.py")]
     result = run_python("-m", "ty", "check", *arguments, *roots, tree=tree, folder=tree)
     assert result.returncode in (0, 1), result.stderr
     found = [line for line in result.stdout.splitlines() if re.search(r":\d+:\d+: ", line)]
@@ -192,7 +192,7 @@ class TestUpstreamsChecks:
 
     def test_types(self, series):
         before = check_types(series.tree(0))
-        assert before  # upstream's `make typing` skips the caches, which have some
+        assert before  # without a finding at all, nothing may have been checked
         for number in NUMBERS:
             assert check_types(series.tree(number)) - before == Counter()
 

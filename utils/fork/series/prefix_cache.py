@@ -64,6 +64,7 @@ STEP = Step(
                         isinstance(layer, DynamicLayer)
                         and (layer.get_seq_length() == 0 or layer.keys.shape[0] == prompt_inputs["input_ids"].shape[0])
                         for part in caches
+                        if part is not None
                         for layer in part.layers
                     )
                 )
