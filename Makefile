@@ -6,12 +6,16 @@ PIN := $(shell sed -n 's/^version = "\(.*\)"/\1/p' utils/fork/upstream.toml)
 # Upstream as it was released, out of the fork's path: what the tree is made from, and the oracle of the tests
 ORACLE := build/oracle
 WORKERS ?= 2
+# Upstream's type check. Sources that pass it stay so
+TY_OPTIONS := --python $(VENV) --extra-search-path build/editable --config-file utils/fork/upstream_types.toml \
+	--error-on-warning --output-format concise
+TYPED := utils/fork/patch.py utils/fork/proposals.py utils/fork/rebase.py utils/fork/series
 # Python compiles what it imports; pip would compile everything, several times over
 export PIP_COMPILE := 0
 # hqq would look for a CUDA compiler while it is installed
 export DISABLE_CUDA := 1
 
-.PHONY: develop test test-upstream fuzz demo bench bench-peers patch patch-minimal lint format wheel drift rebase clean \
+.PHONY: develop test test-upstream fuzz demo bench bench-peers patch patches sweep-patches lint types format wheel drift rebase clean \
 	needs-UPSTREAM needs-VERSION
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
@@ -68,6 +72,11 @@ bench-peers: develop $(VENV)/.benchmark
 lint: $(VENV)/.dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
+	$(PY) -m ty check $(TY_OPTIONS) $(TYPED)
+
+# All of our sources as upstream would check them
+types: $(VENV)/.dev
+	$(PY) -m ty check $(TY_OPTIONS) src utils
 
 format: $(VENV)/.dev
 	$(PY) -m ruff check --fix .
@@ -91,13 +100,18 @@ needs-UPSTREAM:
 needs-VERSION:
 	$(if $(VERSION),,$(error VERSION is missing: make rebase VERSION=5.25.0))
 
-# The fork as a patch for upstream's repository, and the part of it that a first pull request should contain
+# The whole fork as one patch for upstream's repository
 patch: $(ORACLE)/.transformers-$(PIN)
 	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --output build/prefill-once.patch
 
-patch-minimal: $(ORACLE)/.transformers-$(PIN)
-	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --proposal minimal \
-		--output build/prefill-once-minimal.patch
+# The series for upstream, and the package with all of it. Its tests are patched in a checkout: make patches UPSTREAM=../transformers
+patches: $(ORACLE)/.transformers-$(PIN)
+	$(PY) -m utils.fork.series.patches --pristine $(ORACLE)/transformers --output build/patches --tree build/patched \
+		$(if $(UPSTREAM),--upstream "$(UPSTREAM)") $(if $(STEPS),--steps $(STEPS))
+
+# Every architecture with the first steps of the series, against the pristine release: make sweep-patches STEPS=1
+sweep-patches: patches
+	OMP_NUM_THREADS=1 PYTHONPATH=build/patched $(PY) -m utils.fork.series.sweep $(ARGUMENTS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ import pytest
 
 from utils.fork.codemod import (
     AddBase,
+    AddDefinitions,
     AddImport,
     AddParameter,
     AddToDocstring,
@@ -268,6 +269,49 @@ class TestReplaceExpression:
     def test_refuses_a_name_that_is_no_expression(self):
         edit = make(ReplaceExpression, scope="g", old="a", new="b.c")
         check_error("def g(a):\n    pass\n", "leave no valid Python", edit)
+
+
+class TestAddDefinitions:
+    SOURCE = """\
+        class A:
+            def f(self):
+                return 1
+
+            def g(self):
+                return 2
+        """
+
+    def test_goes_after_the_one_named(self):
+        after = """\
+            class A:
+                def f(self):
+                    return 1
+
+                # About h
+                @property
+                def h(self):
+                    return 3
+
+                def g(self):
+                    return 2
+            """
+        code = """
+            # About h
+            @property
+            def h(self):
+                return 3
+        """
+        check(self.SOURCE, after, make(AddDefinitions, scope="A", after="f", code=code))
+
+    def test_must_be_new_and_have_a_place(self):
+        code = "def g(self):\n    return 3\n"
+        check_error(
+            self.SOURCE, "definition `g` is there already", make(AddDefinitions, scope="A", after="f", code=code)
+        )
+        check_error(self.SOURCE, "definition `f` found 0 times", make(AddDefinitions, after="f", code=code))
+        check_error(
+            self.SOURCE, "`code` must hold definitions alone", make(AddDefinitions, scope="A", after="f", code="g = 1")
+        )
 
 
 class TestRemoveDefinition:

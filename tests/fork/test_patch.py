@@ -1,13 +1,12 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
-"""The patches for upstream: what they hold, and that they apply to the pristine release and work there."""
+"""The whole fork as one patch: what it holds, and that it applies to the pristine release and works there."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors.torch import load, load_file
 from tests.generation.runs import ALL_OUTPUTS, MODES, assert_same, oracle, run
 from utils.fork import patch
 from utils.fork.build import PACKAGE, REPOSITORY, check_upstream, read_pin
-from utils.fork.codemod import EditError, ReplaceStatement
+from utils.fork.codemod import ReplaceStatement
 from utils.fork.edits import EDITS
 from utils.fork.patch import (
     STYLE,
@@ -31,7 +30,7 @@ from utils.fork.patch import (
     upstream_place,
     upstream_tests,
 )
-from utils.fork.proposals import PROPOSALS, UPSTREAM_PACKAGES, Proposal
+from utils.fork.proposals import FULL, UPSTREAM_PACKAGES, Proposal
 
 
 MODULE = "generation/prompt_expansion.py"
@@ -113,14 +112,9 @@ def upstream_is_checked_once():
 
 
 @pytest.fixture(scope="module")
-def checkouts(upstream: Distribution, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkout]:
-    """Returns the proposal of a name, applied. Each is made once."""
-    return cache(lambda name: make_checkout(PROPOSALS[name], upstream, tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(params=list(PROPOSALS))
-def checkout(request, checkouts: Callable[[str], Checkout]) -> Checkout:
-    return checkouts(request.param)
+def checkout(upstream: Distribution, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """The whole fork, applied."""
+    return make_checkout(FULL, upstream, tmp_path_factory.mktemp("full"))
 
 
 def make_checkout(proposal: Proposal, upstream: Distribution, folder: Path) -> Checkout:
@@ -153,7 +147,7 @@ def assert_in_style(paths: list[str], folder: Path) -> None:
 
 
 class TestApplied:
-    """Each of the proposals in a checkout of the pristine release."""
+    """The patch in a checkout of the pristine release."""
 
     def test_every_file_is_in_upstreams_style(self, checkout):
         assert_in_style(checkout.paths, checkout.folder)
@@ -188,21 +182,6 @@ class TestApplied:
     def test_our_tests_pass_there(self, checkout):
         """All modules are collected, and some of their tests run."""
         assert int(re.search(r"^(\d+) passed, \d+ deselected", checkout.report, re.MULTILINE)[1]) >= 15
-
-
-def test_the_minimal_one_holds_prefill_once_alone(checkouts):
-    text = checkouts("minimal").text
-    for word in (
-        "share_cache",
-        "shared_prefix",
-        "prompt_sharing",
-        "equal_rows",
-        "group_beam",
-        "GroupBeam",
-        "beam_reordering",
-    ):
-        assert word not in text, word
-    assert '"share"' not in text
 
 
 class TestRule:
@@ -247,17 +226,6 @@ class TestMakePatch:
         monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings))
         monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
         assert make_patch(upstream, propose()) == expected
-
-    def test_adapts_our_files(self, upstream):
-        adaptation = ReplaceStatement(
-            path=f"src/{PACKAGE}/{MODULE}",
-            old='PROMPT_EXPANSIONS = ("auto", "recompute", "copy", "share")',
-            new="PROMPT_EXPANSIONS = ()",
-            reason="a test",
-        )
-        assert "\n+PROMPT_EXPANSIONS = ()\n" in make_patch(upstream, propose(adaptations=[adaptation]))[0]
-        with pytest.raises(EditError, match="statement `nowhere = 1` found 0 times"):
-            make_patch(upstream, propose(adaptations=[replace(adaptation, old="nowhere = 1")]))
 
     @pytest.mark.parametrize(
         ("declared", "path"),

@@ -346,6 +346,36 @@ class AddToDocstring(Edit):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AddDefinitions(Edit):
+    """Adds the functions or classes `code` to the scope, after its one definition `after`."""
+
+    code: str
+    after: str
+
+    def change(self, node: cst.CSTNode) -> cst.CSTNode:
+        block = node if isinstance(node, cst.Module) else node.body
+        names = [
+            statement.name.value if isinstance(statement, (cst.ClassDef, cst.FunctionDef)) else None
+            for statement in block.body
+        ]
+        first, *others = _statements(self.code)
+        line = cst.EmptyLine(indent=False)
+        new = [first.with_changes(leading_lines=[line, *first.leading_lines]), *others]
+        if not all(isinstance(statement, (cst.ClassDef, cst.FunctionDef)) for statement in new):
+            raise EditError("`code` must hold definitions alone")
+        for name in (statement.name.value for statement in new):
+            if name in names:
+                raise EditError(f"definition `{name}` is there already")
+        if (count := names.count(self.after)) != 1:
+            raise EditError(f"definition `{self.after}` found {count} times")
+        body = list(block.body)
+        at = names.index(self.after) + 1
+        body[at:at] = new
+        new_block = block.with_changes(body=body)
+        return new_block if isinstance(node, cst.Module) else node.with_changes(body=new_block)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RemoveDefinition(Edit):
     """Removes the function or class `name` from the scope, with the comments in front of it."""
 

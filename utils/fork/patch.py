@@ -22,11 +22,11 @@ from importlib.util import resolve_name
 from pathlib import Path, PurePosixPath
 
 from .build import OVERLAY, REPOSITORY, BuildError, check_upstream, edit_files, find_overlay, find_upstream, read_pin
-from .codemod import Edit, EditError, apply_edits
+from .codemod import Edit, EditError
 from .proposals import (
     FORK_ONLY_TESTS,
+    FULL,
     PLACES,
-    PROPOSALS,
     SUBSTITUTES,
     TEST_DATA,
     UPSTREAM_PACKAGES,
@@ -69,7 +69,7 @@ def module_file(module: str) -> str | None:
 @cache
 def imported_names(module: str) -> frozenset[str]:
     """Returns the modules that a module of our tests imports or may import, with the packages around them."""
-    file = module_file(SUBSTITUTES.get(module, module))
+    file = module_file(SUBSTITUTES.get(module, module)) or ""
     package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
     names = set()
     for node in ast.walk(ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))):
@@ -134,7 +134,6 @@ def our_files(proposal: Proposal, upstream_files: Mapping[str, Path]) -> dict[st
 
     Raises:
         `BuildError`: A module would replace a file of upstream's.
-        `EditError`: An adaptation doesn't apply.
         `PatchError`: A declared module, test, page or section isn't there.
     """
     modules = find_overlay(OVERLAY, upstream_files)
@@ -149,9 +148,6 @@ def our_files(proposal: Proposal, upstream_files: Mapping[str, Path]) -> dict[st
         raise PatchError(f"declared, but not there: {', '.join(missing)}")
 
     contents = {path: (REPOSITORY / path).read_bytes() for path in places}
-    for path in {edit.path for edit in proposal.adaptations}:
-        edits = [edit for edit in proposal.adaptations if edit.path == path]
-        contents[path] = apply_edits(contents[path].decode("utf-8"), edits).encode("utf-8")
     for page, sections in proposal.pages.items():
         text = contents[page].decode("utf-8")
         for section in sections:
@@ -233,12 +229,11 @@ def make_patch(upstream: Distribution, proposal: Proposal) -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m utils.fork.patch", description="Writes a patch for upstream.")
-    parser.add_argument("--proposal", choices=PROPOSALS, default="full", help="what the patch holds")
     parser.add_argument("--pristine", type=Path, help="upstream's installed package (default: of the running Python)")
     parser.add_argument("--output", type=Path, required=True, help="the file to write")
     arguments = parser.parse_args()
     try:
-        patch, diffstat = make_patch(find_upstream(arguments.pristine), PROPOSALS[arguments.proposal])
+        patch, diffstat = make_patch(find_upstream(arguments.pristine), FULL)
     except (BuildError, EditError, PatchError) as error:
         parser.exit(1, f"error: {error}\n")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

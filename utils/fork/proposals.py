@@ -1,14 +1,14 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """
-What the fork proposes to upstream, declared: which edits, modules, tests and pages a patch holds, and what is adapted for
-it. `patch.py` writes the patches.
+The whole fork as one change, declared: which edits, modules, tests and pages its patch holds. `patch.py` writes it. What
+upstream could take, step by step, is the series in `series/`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .codemod import Edit, RemoveDefinition, ReplaceExpression, ReplaceStatement
-from .edits import CACHE_EDITS, EDITS, GENERATION_EDITS
+from .codemod import Edit
+from .edits import EDITS
 
 
 # Folder of ours -> where upstream keeps such files. What lies elsewhere stays here
@@ -43,7 +43,7 @@ TEST_DATA = {
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """
-    A change that upstream could take.
+    A change of upstream's repository.
 
     Args:
         subject (`str`): First line of the commit message.
@@ -52,7 +52,6 @@ class Proposal:
         modules (`Sequence[str]`, *optional*): Our modules, relative to the package. All of them if unset.
         tests (`Sequence[str]`, *optional*): Our test modules. All that go along if unset, see `FORK_ONLY_TESTS`.
         pages (`Mapping[str, Sequence[str]]`, *optional*): Our pages, with the sections that stay here.
-        adaptations (`Sequence[Edit]`, *optional*): What changes in our own files. Paths are those in this repository.
     """
 
     subject: str
@@ -61,7 +60,6 @@ class Proposal:
     modules: Sequence[str] | None = None
     tests: Sequence[str] | None = None
     pages: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    adaptations: Sequence[Edit] = ()
 
 
 # The support table of `prefill_support.md` is the report of a sweep over one release
@@ -97,92 +95,3 @@ To do when applied to a checkout: list `prefill_once` and `group_beam_search` in
         "docs/source/en/group_beam_search.md": ("How diverse, and at what price",),
     },
 )
-
-TEST_PROMPT_EXPANSION = "tests/generation/test_prompt_expansion.py"
-ONLY_COPIES = "there is no other strategy yet"
-
-# What a first pull request should contain: one thing, that works for every model and changes no result. Sharing, equal
-# rows, group beam search, Whisper's own loop and the guidance of beams are changes of their own, which build on it or
-# don't need it.
-MINIMAL = Proposal(
-    subject="Generate: prefill each prompt once for all of its beams and sequences",
-    description="""
-With `num_beams` or `num_return_sequences`, `generate` repeats each of B prompts N times and forwards B * N rows, though
-the N rows of a prompt are equal until the first token is chosen. This forwards B rows and expands afterwards: inputs,
-logits, attentions, hidden states and cache. Fixes #27449.
-
-- A decoding method that declares `expand_size` gets B rows and expands them itself. Any other (custom loops, subclasses
-  with a `_sample` of their own) gets B * N rows, as it always did. `_prefill` keeps its signature and its result.
-- `GenerationConfig.prompt_expansion`: "recompute" is the order until now, "copy" the new one, "auto" (the default) takes
-  "copy" unless something stands in the way, which is logged.
-- Every cache class has `batch_repeat_interleave`. Static buffers keep their address when rows are repeated or reordered.
-
-Tests compare all output fields, and the rows of the first forward, with prompts that are expanded first.
-""",
-    edits=[*GENERATION_EDITS, *CACHE_EDITS],
-    modules=[
-        "cache_expansion.py",
-        "generation/prefill.py",
-        "generation/prefill_hooks.py",
-        "generation/prompt_expansion.py",
-    ],
-    tests=[
-        "tests.cache.test_batch_expansion",
-        "tests.cache.test_cache_classes",
-        "tests.cache.test_foreign_caches",
-        "tests.cache.test_static_address",
-        "tests.generation.test_prefill",
-        "tests.generation.test_prompt_expansion",
-    ],
-    adaptations=[
-        ReplaceStatement(
-            path="src/transformers/generation/prompt_expansion.py",
-            old='PROMPT_EXPANSIONS = ("auto", "recompute", "copy", "share")',
-            new='PROMPT_EXPANSIONS = ("auto", "recompute", "copy")',
-            reason=ONLY_COPIES,
-        ),
-        ReplaceStatement(
-            path="tests/cache/test_cache_classes.py",
-            old='TESTED_ELSEWHERE = ("shared_prefix",)',
-            new="TESTED_ELSEWHERE = ()",
-            reason="there are no layers that share",
-        ),
-        RemoveDefinition(
-            path="tests/generation/test_prefill.py",
-            scope="PrefillOnceTest",
-            name="test_shared_prompt_same_as_upstream",
-            reason=ONLY_COPIES,
-        ),
-        RemoveDefinition(path=TEST_PROMPT_EXPANSION, name="ShareTest", reason=ONLY_COPIES),
-        ReplaceExpression(
-            path=TEST_PROMPT_EXPANSION,
-            scope="KnobTest.test_value_is_kept",
-            old='["recompute", "copy", "share", "auto"]',
-            new='["recompute", "copy", "auto"]',
-            reason=ONLY_COPIES,
-        ),
-        ReplaceExpression(
-            path=TEST_PROMPT_EXPANSION,
-            scope="KnobTest.test_all_but_recompute_prefill_once",
-            old='("recompute", "copy", "share", "auto", None)',
-            new='("recompute", "copy", "auto", None)',
-            reason=ONLY_COPIES,
-        ),
-        ReplaceExpression(
-            path=TEST_PROMPT_EXPANSION,
-            scope="ObstacleTest.test_reason_to_prefill_once_is_logged",
-            old=r"""r"LlamaForCausalLM: prompt_expansion='share' \(the prompt's cache can be shared\)" """,
-            new=r"""r"LlamaForCausalLM: prompt_expansion='copy' \(the prompt's cache can be repeated\)" """,
-            reason=ONLY_COPIES,
-        ),
-        ReplaceExpression(
-            path=TEST_PROMPT_EXPANSION,
-            scope="GuidanceTest.test_negative_prompt_follows_the_rows",
-            old="product(MODES, (False, True))",
-            new='product(("sample",), (False, True))',
-            reason="the guidance of beams is a change of its own",
-        ),
-    ],
-)
-
-PROPOSALS = {"full": FULL, "minimal": MINIMAL}

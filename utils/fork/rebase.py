@@ -31,6 +31,8 @@ from .build import (
 from .codemod import Edit, EditError
 from .drift import DRIFT_FILE, compare, digests
 from .edits import EDITS
+from .patch import edits_for_upstream
+from .series.steps import STEPS
 
 
 SCRATCH = REPOSITORY / "build" / "rebase"
@@ -64,6 +66,21 @@ def failing_edits(upstream_files: Mapping[str, Path], edits: Sequence[Edit]) -> 
     return failures
 
 
+def report_steps(upstream_files: Mapping[str, Path]) -> list[str]:
+    """Says for each step of the series whether its edits apply, and if not, why."""
+    lines, before = [], []
+    for number, step in enumerate(STEPS, start=1):
+        edits = edits_for_upstream(step.edits, upstream_files)
+        failures = failing_edits(upstream_files, [*before, *edits])
+        # Those of the steps before have been reported
+        known = set(failing_edits(upstream_files, before)) if failures else set()
+        new = [failure for failure in failures if failure not in known]
+        lines += [f"  {number}. {'applies' if not new else 'does not apply'}: {step.subject}"]
+        lines += [f"       {failure}" for failure in new]
+        before += edits
+    return lines
+
+
 def report(package: Path) -> tuple[list[str], bool]:
     """
     Compares a release with the pinned one.
@@ -95,6 +112,9 @@ def report(package: Path) -> tuple[list[str], bool]:
         *(f"  {line}" for line in failures),
         f"Files of ours: {len(find_overlay(OVERLAY, {}))}, replacing upstream's: {len(collisions)}",
         *(f"  {line}" for line in collisions),
+        "",
+        "Steps of the series for upstream, each on the ones before it (sources alone):",
+        *report_steps(files),
         "",
         "The pin would be:",
         f'  version = "{upstream.version}"',
