@@ -11,7 +11,7 @@ export PIP_COMPILE := 0
 # hqq would look for a CUDA compiler while it is installed
 export DISABLE_CUDA := 1
 
-.PHONY: develop test test-upstream fuzz demo bench bench-peers patch patch-minimal lint format wheel drift rebase clean \
+.PHONY: develop test test-upstream fuzz demo bench bench-peers patch lint format wheel drift rebase clean \
 	needs-UPSTREAM needs-VERSION
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
@@ -91,13 +91,9 @@ needs-UPSTREAM:
 needs-VERSION:
 	$(if $(VERSION),,$(error VERSION is missing: make rebase VERSION=5.25.0))
 
-# The fork as a patch for upstream's repository, and the part of it that a first pull request should contain
+# The fork as a patch for upstream's repository
 patch: $(ORACLE)/.transformers-$(PIN)
 	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --output build/prefill-once.patch
-
-patch-minimal: $(ORACLE)/.transformers-$(PIN)
-	$(PY) -m utils.fork.patch --pristine $(ORACLE)/transformers --proposal minimal \
-		--output build/prefill-once-minimal.patch
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

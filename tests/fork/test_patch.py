@@ -190,21 +190,6 @@ class TestApplied:
         assert int(re.search(r"^(\d+) passed, \d+ deselected", checkout.report, re.MULTILINE)[1]) >= 15
 
 
-def test_the_minimal_one_holds_prefill_once_alone(checkouts):
-    text = checkouts("minimal").text
-    for word in (
-        "share_cache",
-        "shared_prefix",
-        "prompt_sharing",
-        "equal_rows",
-        "group_beam",
-        "GroupBeam",
-        "beam_reordering",
-    ):
-        assert word not in text, word
-    assert '"share"' not in text
-
-
 class TestRule:
     """Which tests go along."""
 

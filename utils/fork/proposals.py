@@ -7,8 +7,8 @@ it. `patch.py` writes the patches.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .codemod import Edit, RemoveDefinition, ReplaceExpression, ReplaceStatement
-from .edits import CACHE_EDITS, EDITS, GENERATION_EDITS
+from .codemod import Edit
+from .edits import EDITS
 
 
 # Folder of ours -> where upstream keeps such files. What lies elsewhere stays here
@@ -75,6 +75,8 @@ logits, attentions, hidden states and cache. Fixes #27449.
 - `GenerationConfig.prompt_expansion` chooses how: "recompute" (the order until now), "copy" (the cache is repeated),
   "share" (the prompt's keys and values stay stored once for its N rows), "auto" (the default: the cheapest that works).
   Where something stands in the way, "auto" takes the next one and logs why; the others raise before any forward.
+- `generate` makes one plan per call, before any forward. Where code from outside of the library may tell rows apart, or
+  would be passed by, the plan is the order until now.
 - A decoding method that declares `expand_size` gets B rows and expands them itself. Any other (custom loops, subclasses
   with a `_sample` of their own) gets B * N rows, as it always did. `_prefill` keeps its signature and its result.
 - Every cache class has `batch_repeat_interleave`. Static buffers keep their address when rows are repeated or reordered.
@@ -98,91 +100,4 @@ To do when applied to a checkout: list `prefill_once` and `group_beam_search` in
     },
 )
 
-TEST_PROMPT_EXPANSION = "tests/generation/test_prompt_expansion.py"
-ONLY_COPIES = "there is no other strategy yet"
-
-# What a first pull request should contain: one thing, that works for every model and changes no result. Sharing, equal
-# rows, group beam search, Whisper's own loop and the guidance of beams are changes of their own, which build on it or
-# don't need it.
-MINIMAL = Proposal(
-    subject="Generate: prefill each prompt once for all of its beams and sequences",
-    description="""
-With `num_beams` or `num_return_sequences`, `generate` repeats each of B prompts N times and forwards B * N rows, though
-the N rows of a prompt are equal until the first token is chosen. This forwards B rows and expands afterwards: inputs,
-logits, attentions, hidden states and cache. Fixes #27449.
-
-- A decoding method that declares `expand_size` gets B rows and expands them itself. Any other (custom loops, subclasses
-  with a `_sample` of their own) gets B * N rows, as it always did. `_prefill` keeps its signature and its result.
-- `GenerationConfig.prompt_expansion`: "recompute" is the order until now, "copy" the new one, "auto" (the default) takes
-  "copy" unless something stands in the way, which is logged.
-- Every cache class has `batch_repeat_interleave`. Static buffers keep their address when rows are repeated or reordered.
-
-Tests compare all output fields, and the rows of the first forward, with prompts that are expanded first.
-""",
-    edits=[*GENERATION_EDITS, *CACHE_EDITS],
-    modules=[
-        "cache_expansion.py",
-        "generation/prefill.py",
-        "generation/prefill_hooks.py",
-        "generation/prompt_expansion.py",
-    ],
-    tests=[
-        "tests.cache.test_batch_expansion",
-        "tests.cache.test_cache_classes",
-        "tests.cache.test_foreign_caches",
-        "tests.cache.test_static_address",
-        "tests.generation.test_prefill",
-        "tests.generation.test_prompt_expansion",
-    ],
-    adaptations=[
-        ReplaceStatement(
-            path="src/transformers/generation/prompt_expansion.py",
-            old='PROMPT_EXPANSIONS = ("auto", "recompute", "copy", "share")',
-            new='PROMPT_EXPANSIONS = ("auto", "recompute", "copy")',
-            reason=ONLY_COPIES,
-        ),
-        ReplaceStatement(
-            path="tests/cache/test_cache_classes.py",
-            old='TESTED_ELSEWHERE = ("shared_prefix",)',
-            new="TESTED_ELSEWHERE = ()",
-            reason="there are no layers that share",
-        ),
-        RemoveDefinition(
-            path="tests/generation/test_prefill.py",
-            scope="PrefillOnceTest",
-            name="test_shared_prompt_same_as_upstream",
-            reason=ONLY_COPIES,
-        ),
-        RemoveDefinition(path=TEST_PROMPT_EXPANSION, name="ShareTest", reason=ONLY_COPIES),
-        ReplaceExpression(
-            path=TEST_PROMPT_EXPANSION,
-            scope="KnobTest.test_value_is_kept",
-            old='["recompute", "copy", "share", "auto"]',
-            new='["recompute", "copy", "auto"]',
-            reason=ONLY_COPIES,
-        ),
-        ReplaceExpression(
-            path=TEST_PROMPT_EXPANSION,
-            scope="KnobTest.test_all_but_recompute_prefill_once",
-            old='("recompute", "copy", "share", "auto", None)',
-            new='("recompute", "copy", "auto", None)',
-            reason=ONLY_COPIES,
-        ),
-        ReplaceExpression(
-            path=TEST_PROMPT_EXPANSION,
-            scope="ObstacleTest.test_reason_to_prefill_once_is_logged",
-            old=r"""r"LlamaForCausalLM: prompt_expansion='share' \(the prompt's cache can be shared\)" """,
-            new=r"""r"LlamaForCausalLM: prompt_expansion='copy' \(the prompt's cache can be repeated\)" """,
-            reason=ONLY_COPIES,
-        ),
-        ReplaceExpression(
-            path=TEST_PROMPT_EXPANSION,
-            scope="GuidanceTest.test_negative_prompt_follows_the_rows",
-            old="product(MODES, (False, True))",
-            new='product(("sample",), (False, True))',
-            reason="the guidance of beams is a change of its own",
-        ),
-    ],
-)
-
-PROPOSALS = {"full": FULL, "minimal": MINIMAL}
+PROPOSALS = {"full": FULL}
