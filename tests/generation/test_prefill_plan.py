@@ -13,6 +13,7 @@ import sys
 import unittest
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -538,9 +539,7 @@ def with_inputs(model):
 
 def guide_reasons() -> list[str]:
     """Patterns of the reasons that the guide lists in its table of prompts that are computed for every row."""
-    from .oracle import REPOSITORY
-
-    text = (REPOSITORY / "docs" / "source" / "en" / "prefill_once.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "source" / "en" / "prefill_once.md").read_text()
     table = text.partition('Computed for every row (`"recompute"`):')[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith('| "')]
     quoted = [reason for cell in cells for reason in re.findall(r'"(.*?)"', cell)]

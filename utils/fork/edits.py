@@ -479,7 +479,8 @@ STATE_EDITS = [
     for edit in (
         AddImport(
             path=f"models/{folder}/modeling_{folder}.py",
-            after="...generation",
+            # Modular files of these two don't import `GenerationMixin`
+            after="...cache_utils" if folder in ("gemma3n", "nemotron_asr_streaming") else "...generation",
             statement=f"from ...generation.prefill_state import {mixin}",
             reason="what the model carries from the prefill to decoding beside its cache",
         ),

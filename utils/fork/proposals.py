@@ -73,6 +73,8 @@ logits, attentions, hidden states and cache. Fixes #27449.
 - `GenerationConfig.prompt_expansion` chooses how: "recompute" (the order until now), "copy" (the cache is repeated),
   "share" (the prompt's keys and values stay stored once for its N rows), "auto" (the default: the cheapest that works).
   Where something stands in the way, "auto" takes the next one and logs why; the others raise before any forward.
+- `generate` makes one plan per call, before any forward. Where code from outside of the library may tell rows apart, or
+  would be passed by, the plan is the order until now.
 - A decoding method that declares `expand_size` gets B rows and expands them itself. Any other (custom loops, subclasses
   with a `_sample` of their own) gets B * N rows, as it always did. `_prefill` keeps its signature and its result.
 - Every cache class has `batch_repeat_interleave`. Static buffers keep their address when rows are repeated or reordered.
