@@ -178,6 +178,10 @@ class StepMemo:
         # Self- and cross-attention, full and sliding
         self._entries: deque[tuple] = deque(maxlen=4)
 
+    def __reduce__(self):
+        # A copy doesn't hold the memory that masks are known by
+        return StepMemo, ()
+
     def get(self, mask: torch.Tensor, purpose: tuple, make: "Callable[[], _Mask]") -> "_Mask":
         """What `make()` returns for `mask` and `purpose`, or returned when it was last called for them."""
         if mask.is_inference() or mask.requires_grad:

@@ -214,7 +214,8 @@ class SegmentedStates:
         return self.example.element_size()
 
     def contiguous(self, **kwargs) -> "SegmentedStates":
-        return self
+        # What is written into a copy must not reach the states that a view is taken from
+        return self if self.source is None else self.computed(self.segments)
 
     @property
     def held_bytes(self) -> int:
