@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parameterized import parameterized
 
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -86,8 +86,7 @@ def layers_of(cache: Cache) -> list[Any]:
 
 
 def is_shared(layer: Any) -> bool:
-    keys = getattr(layer, "keys", None)
-    return isinstance(keys, SegmentedStates) and keys.settle() is keys
+    return any(isinstance(states, SegmentedStates) and states.settle() is states for states in vars(layer).values())
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +139,7 @@ class EveryCacheTest(CacheTestCase):
         self.assertEqual(share_cache(cache, 3), SHARED[name])
         origins = cache.shared_origins
         self.assertEqual(sum(map(is_shared, layers_of(cache))), SHARED[name])
-        for index in (THREE_EACH, WITHIN, WITHIN):
+        for index in (list(range(6)), WITHIN, WITHIN):
             expected = filling.next(ordinary, THREE_EACH)
             torch.testing.assert_close(filling.next(cache, THREE_EACH), expected, atol=1e-5, rtol=1e-5)
             self.assertGreater((expected[0] - expected[-1]).abs().max(), 1e-2)
@@ -190,7 +189,7 @@ class MemoryTest(unittest.TestCase):
             self.assertEqual(layer.keys.shape, (100, HEADS, 7, KEY_SIZE))
 
     def test_prompt_stays_where_it_is(self):
-        cache, _ = shared_and_ordinary(length=1000)
+        cache, ordinary = shared_and_ordinary(length=1000)
         (layer,) = cache.layers
         prompt = layer.keys.segments[0]
         for step in range(1, 5):
@@ -198,11 +197,14 @@ class MemoryTest(unittest.TestCase):
                 keys, values = cache.update(*tokens(6, 1, seed=step), 0)
                 F.scaled_dot_product_attention(torch.randn(6, HEADS, 1, KEY_SIZE), keys, values)
                 cache.reorder_cache(torch.tensor(WITHIN))
-            # Bytes: the largest is of the scores, of 1000 tokens
-            self.assertLess(operators.largest, prompt.nbytes)
+            # Of keys of 3 numbers, scores of 3 rows are as large
+            self.assertLessEqual(operators.largest, prompt.nbytes)
             self.assertIs(layer.keys.segments[0], prompt)
             self.assertEqual(layer.keys.held_bytes, (2 * 1000 + 6 * step) * HEADS * KEY_SIZE * 4)
             self.assertEqual(layer.values.held_bytes, (2 * 1000 + 6 * step) * HEADS * VALUE_SIZE * 4)
+        with Operators() as operators:
+            ordinary.reorder_cache(torch.tensor(WITHIN))
+        self.assertGreater(operators.largest, 3 * prompt.nbytes)
 
     def test_old_suffixes_are_let_go(self):
         cache, _ = shared_and_ordinary()
@@ -237,7 +239,7 @@ class LayersTest(CacheTestCase):
         visible = []
         for step in range(6):
             keys, _ = cache.update(*tokens(6, 1, seed=step), 0)
-            visible.append(keys.lengths[0] if len(keys.segments) > 1 else 0)
+            visible.append(keys.lengths[0] if isinstance(keys, SegmentedStates) else 0)
             self.assertTrue(torch.equal(joined(keys), ordinary.update(*tokens(6, 1, seed=step))[0]))
             self.assertTrue(torch.equal(joined(cache.layers[0].keys), ordinary.keys))
         self.assertEqual(visible, [4, 3, 2, 1, 0, 0])
@@ -371,7 +373,7 @@ class StaticTest(CacheTestCase):
         self.assert_same_states(cache, Cache(layers=[ordinary]))
 
     def test_compiled_updates(self):
-        """Full graphs. Three lengths of prompts take no more of them than a static cache that isn't shared, and one more."""
+        """Full graphs. All lengths of prompts take one more than with a static cache that isn't shared."""
         counts = []
         for share in (False, True):
             torch._dynamo.reset()
@@ -393,8 +395,8 @@ class StaticTest(CacheTestCase):
                 self.assertEqual(is_shared(cache.layers[0]), share)
                 counts.append(counter.frame_count)
             torch._dynamo.reset()
-        print("GRAPHS", counts)
-        self.assertLessEqual(counts[5], counts[2] + 2)
+        # One for the first length, one for any length
+        self.assertEqual(counts, [1] * 5 + [1] + [2] * 4)
 
 
 class LearningTest(unittest.TestCase):

@@ -32,7 +32,6 @@ FORK_ONLY_TESTS = {
 SUBSTITUTES = {"tests.generation.oracle": "tests.generation.expand_first_oracle"}
 # What modules of tests read
 TEST_DATA = {
-    "tests.cache.sharing_table": ["tests/cache/sharing_table.json"],
     "tests.generation.test_group_beam_search_oracle": [
         "tests/generation/fixtures/group_beam_search.safetensors",
         "tests/generation/fixtures/make_group_beam_search.py",
@@ -143,7 +142,7 @@ Tests compare all output fields, and the rows of the first forward, with prompts
         ),
         ReplaceStatement(
             path="tests/cache/test_cache_classes.py",
-            old='TESTED_ELSEWHERE = ("shared_prefix",)',
+            old='TESTED_ELSEWHERE = ("prefix_sharing",)',
             new="TESTED_ELSEWHERE = ()",
             reason="there are no layers that share",
         ),
