@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from transformers.generation.prefill import PrefillMixin
+from transformers.generation import prefill
 
 
 class Oracle:
@@ -20,5 +20,6 @@ class Oracle:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `function` with `args` and `kwargs` and returns its result."""
-        with mock.patch.object(PrefillMixin, "_why_expand_first", return_value="the oracle expands first"):
+        reasons = ("the oracle expands first", None, ())
+        with mock.patch.object(prefill, "why_not_prefill_once", return_value=reasons):
             return function(*args, **kwargs)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import EncoderDecoderCache, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from .changes import CHANGES
 from .oracle import Oracle
 from .tiny_models import build_inputs, build_model
 
@@ -77,19 +78,26 @@ def forwarded(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
 
 
 @contextmanager
-def prefill_flops(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Counts the floating-point operations of each call of `model._prefill`."""
-    flops, prefill = [], model._prefill
+def first_flops(model: PreTrainedModel) -> Iterator[list[int]]:
+    """
+    Counts the floating-point operations of each forward of `model`'s decoder, in hooks on `model` itself: a method that is
+    replaced is one of the caller's, which gets all rows.
+    """
+    flops, counters = [], []
 
-    def counted(*args, **kwargs):
-        with FlopCounterMode(display=False) as counter:
-            outputs = prefill(*args, **kwargs)
+    def start(*_):
+        counters.append(FlopCounterMode(display=False))
+        counters[-1].__enter__()
+
+    def stop(*_):
+        counter = counters.pop()
+        counter.__exit__(None, None, None)
         flops.append(counter.get_total_flops())
-        return outputs
 
-    model._prefill = counted
+    handles = [model.register_forward_pre_hook(start), model.register_forward_hook(stop)]
     yield flops
-    del model._prefill
+    for handle in handles:
+        handle.remove()
 
 
 def flatten(name: str, value: Any) -> dict[str, torch.Tensor]:
@@ -117,6 +125,7 @@ def run(
     record: bool = False,
     training: bool = False,
     dtype: torch.dtype = torch.float32,
+    change: str | None = None,
 ) -> bytes:
     """
     Generates with a tiny model after `torch.manual_seed(0)`.
@@ -131,21 +140,24 @@ def run(
             beams) and as stopping criteria.
         training (`bool`, *optional*, defaults to `False`): Whether the model is in training mode.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): The type of the weights.
+        change (`str`, *optional*): What is done to the model before, see `changes`.
 
     Returns:
-        `bytes`: The output fields by name, `rows` and `query_length` of the first forward, `forwards` and
-        `prefill_flops`, as safetensors.
+        `bytes`: The output fields by name, `rows`, `query_length` and `prefill_flops` of the first forward, and
+        `forwards`, as safetensors.
     """
     model = build_model(name, attn_implementation).train(training).to(dtype)
     inputs = build_inputs(name, batch_size) if inputs is None else inputs
     arguments = {**arguments}
+    if change is not None:
+        CHANGES[change](model)
     recorder = Recorder()
     if record:
         arguments["stopping_criteria"] = [recorder]
         if arguments.get("num_beams", 1) == 1:
             arguments["streamer"] = recorder
     torch.manual_seed(0)
-    with forwarded(model) as shapes, prefill_flops(model) as flops:
+    with forwarded(model) as shapes, first_flops(model) as flops:
         output = model.generate(**inputs, **arguments)
     fields = output.items() if isinstance(output, dict) else [("sequences", output)]
     tensors = {key: tensor for field, value in fields for key, tensor in flatten(field, value).items()}

@@ -24,6 +24,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedTok
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .architectures.runner import strategies
+from .changes import CHANGES, ONCE, RecentCache
 from .runs import MODES, assert_same, oracle, run
 from .tiny_models import BUILDERS, DECODER_ONLY, EOS, PAD, SPECIAL, VOCABULARY, build_model
 
@@ -46,6 +47,8 @@ class Case:
     expand_size: int
     prefix_length: int = 0
     stop_strings: list[str] = field(default_factory=list)
+    change: str | None = None
+    has_foreign_cache: bool = False
 
     def inputs(self) -> dict[str, torch.Tensor]:
         input_ids = torch.tensor(self.input_ids)
@@ -69,7 +72,9 @@ class Case:
 
     def prefilled_rows(self) -> int:
         """How many rows the fork's prefill has: one per distinct prompt, unless each row continues a cached prefix."""
-        if self.prefix_length > 0:
+        if self.has_foreign_cache or (self.change is not None and self.change not in ONCE):
+            return len(self.input_ids) * self.expand_size
+        if self.prefix_length > 0 or self.change is not None:
             return len(self.input_ids)
         return len(self._rows().unique(dim=0))
 
@@ -115,8 +120,11 @@ def run_case(case: Case, prefix_repeats: int, **fork_arguments: Any) -> tuple[st
         rows["position_ids"] = (rows["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             model(**rows, cache=arguments["cache"])
+    if case.has_foreign_cache:
+        arguments["cache"] = RecentCache(config=build_model(case.name).config)
+    options = {"inputs": inputs, "dtype": case.dtype(), "change": case.change}
     try:
-        return "output", run(case.name, len(case.input_ids), arguments, inputs=inputs, dtype=case.dtype())
+        return "output", run(case.name, len(case.input_ids), arguments, **options)
     except Exception as error:  # compared with the other side's
         return "error", type(error).__name__
 
@@ -241,7 +249,7 @@ def prompts(draw, length: int, repeated: bool) -> tuple[list[list[int]], list[in
 
 
 @st.composite
-def cases(draw, repeated: bool = False, share: bool = False) -> Case:
+def cases(draw, repeated: bool = False, share: bool = False, changed: bool = False) -> Case:
     name, length = draw(st.sampled_from(SHARING_MODELS if share else MODELS)), draw(st.integers(1, 10))
     input_ids, padding = draw(prompts(length, repeated))
     expand_size, arguments = draw(modes(share))
@@ -261,8 +269,12 @@ def cases(draw, repeated: bool = False, share: bool = False) -> Case:
     )
     if name in PREFIX_MODELS and length > 1 and draw(st.integers(0, 3)) == 0:
         case.prefix_length = draw(st.integers(1, length - 1))
+    elif changed and name in PREFIX_MODELS and draw(st.integers(0, 5)) == 0:
+        case.has_foreign_cache = True
     else:
         arguments |= draw(caches(name, share))
+    if changed and not case.has_foreign_cache and case.prefix_length == 0:
+        case.change = draw(st.sampled_from(sorted(CHANGES)))
     return case
 
 
@@ -302,9 +314,17 @@ def assert_same_as_upstream(case: Case, **fork_arguments: Any) -> None:
     ours, theirs = load(ours[1]), load(theirs[1])
     has_equal_rows = case.prefilled_rows() < len(case.input_ids)
     event("equal rows" if has_equal_rows else "output")
-    assert ours["rows"] == case.prefilled_rows()
+    if case.change == "steer before":
+        # Seen to be one that changes inputs when it runs: in the first forward of the first example
+        for found in (ours, theirs):
+            del found["forwards"]
+    else:
+        assert ours["rows"] == case.prefilled_rows()
+    event(f"change: {case.change or case.has_foreign_cache}")
     assert theirs["rows"] == len(case.input_ids) * case.expand_size
-    if taken and taken[0][0] == "share":
+    if case.change == "steer before":
+        assert all(way == "recompute" for way, _ in taken) or not shared
+    elif taken and taken[0][0] == "share":
         assert_shared(case, shared)
     else:
         assert not shared and "prompt_expansion" not in fork_arguments
@@ -318,6 +338,13 @@ def assert_same_as_upstream(case: Case, **fork_arguments: Any) -> None:
 
 @given(cases())
 def test_same_as_upstream(case: Case):
+    assert_same_as_upstream(case)
+
+
+# Half as many: what is done to the model decides more than the rest
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.booleans().flatmap(lambda repeated: cases(repeated, changed=True)))
+def test_changed_models_same_as_upstream(case: Case):
     assert_same_as_upstream(case)
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformers
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation import equal_rows as module
+from transformers.generation import prefill
 from transformers.generation.equal_rows import EqualRows, find_equal_rows, fingerprint_rows, why_not_compare
 from transformers.utils import logging as transformers_logging
 
@@ -176,7 +177,8 @@ class SameAsUpstreamTest(unittest.TestCase):
     ):
         inputs = options.pop("inputs", None) or repeated_inputs(name, layout)
         arguments = {**arguments, **ALL_OUTPUTS, "max_new_tokens": 5}
-        tolerance = options.pop("tolerance", 1e-5)
+        # Up to 18 rows become one, whose products round differently; logits reach 15
+        tolerance = options.pop("tolerance", 3e-5)
         ours, theirs = run_both(name, len(layout), arguments, inputs=inputs, **options)
         self.assertEqual(ours["rows"], len(set(layout)) if distinct is None else distinct)
         self.assertEqual(theirs["rows"], len(layout) * expand_size_of(arguments))
@@ -316,7 +318,8 @@ class ForkTest(unittest.TestCase):
     def test_encoder_runs_on_distinct_rows(self, name: str, layout: str):
         model, rows = build_model(name), []
         model.get_encoder().register_forward_hook(lambda _, args, output: rows.append(len(output.last_hidden_state)))
-        generate(model, repeated_inputs(name, LAYOUTS[layout]), num_beams=2)
+        # Who asks for it says that the hook doesn't mind
+        generate(model, repeated_inputs(name, LAYOUTS[layout]), num_beams=2, prompt_expansion="copy")
         self.assertEqual(rows, [len(set(LAYOUTS[layout]))])
 
     def test_encoder_that_the_caller_has_run(self):
@@ -343,10 +346,10 @@ class ForkTest(unittest.TestCase):
             output.attentions = (torch.zeros(5, 1),)
             return output
 
-        want, _ = generate(model, inputs, prompt_expansion="recompute")
+        want, _ = generate(model, inputs, num_beams=2, prompt_expansion="recompute")
         model.get_encoder().register_forward_hook(add_output)
         with logged() as messages:
-            got, shapes = generate(model, inputs)
+            got, shapes = generate(model, inputs, num_beams=2, prompt_expansion="copy")
         self.assertEqual((rows, shapes[0][0]), ([2, 6], 6))
         self.assertTrue(torch.equal(got, want))
         self.assertRegex(messages[-1], "all prefilled .*the encoder's outputs have another number of rows")
@@ -426,7 +429,7 @@ class ReasonTest(unittest.TestCase):
 
         def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, expand_size=1, **kwargs):
             input_ids[0, -1] = 7
-            outputs, input_ids, _ = model._prefill_and_expand(
+            outputs, input_ids, _ = model.prefill_and_expand(
                 input_ids, generation_config, kwargs, expand_size=expand_size
             )
             return outputs.logits[:, -1].argmax(-1, keepdim=True)
@@ -459,13 +462,13 @@ class ReasonTest(unittest.TestCase):
 
     def test_reason_against_prefilling_once_counts_here_too(self):
         model = build_model("llama")
-        model.config.moe_eval_capacity_token_fraction = 0.5
+        model.model.layers[0].register_forward_hook(lambda module, args, output: None)
         inputs = repeated_inputs("llama", [0, 0])
-        self.assert_all_prefilled("equal rows are all prefilled .*capacity of the experts", model, inputs)
+        self.assert_all_prefilled("equal rows are all prefilled .*a hook of a LlamaDecoderLayer", model, inputs)
         with logged() as messages:
             generate(model, inputs, num_beams=2)
         self.assertEqual(len(messages), 1)
-        self.assertRegex(messages[0], "prompt_expansion='recompute' .*capacity of the experts")
+        self.assertRegex(messages[0], "prompt_expansion='recompute' .*a hook of a LlamaDecoderLayer")
 
     @parameterized.expand([("gpt2", 6), ("llama", 2)])
     def test_training_mode(self, name: str, rows: int):
@@ -509,8 +512,10 @@ class Synchronizations(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # The states of random number generators, bytes, are on the CPU wherever the model is
+        is_random_state = function is torch.ops.aten.equal.default and args[0].dtype == torch.uint8
         if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
-            self.waits += 1
+            self.waits += not is_random_state
         output = function(*args, **(kwargs or {}))
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         if not function.is_view and any(tensor.numel() == self.numel for tensor in tensors):
@@ -553,7 +558,7 @@ class CostTest(unittest.TestCase):
             self.assertEqual(ours, upstream + added)
 
     def test_one_row_is_not_looked_at(self):
-        with mock.patch.object(module, "find_equal_rows") as find:
+        with mock.patch.object(prefill, "find_equal_rows") as find:
             for arguments in ({}, {"num_beams": 3}):
                 generate(build_model("llama"), build_inputs("llama", 1), **arguments)
             find.assert_not_called()

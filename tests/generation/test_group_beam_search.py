@@ -240,7 +240,10 @@ class DiversityTest(unittest.TestCase):
         for group in range(GROUPS):
             of_group = group_of_rows(output) == group
             self.assertTrue(torch.equal(output.sequences[of_group][:, prompt_length:], expected_tokens))
-            self.assertTrue(torch.equal(output.sequences_scores[of_group], expected.sequences_scores))
+            # Products of more rows may round differently
+            torch.testing.assert_close(
+                output.sequences_scores[of_group], expected.sequences_scores, atol=1e-5, rtol=1e-5
+            )
 
     def test_items_of_a_batch_do_not_meet(self):
         """Penalties are counted per item: a batch finds what its items find alone."""

@@ -11,8 +11,10 @@ import torch
 from parameterized import parameterized
 from torch import nn
 
+import transformers
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
-from transformers.generation import prefill_hooks
+from transformers.generation import prefill_obstacles
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
 from transformers.utils import logging as transformers_logging
 
 from .runs import ALL_OUTPUTS, MODES, assert_same, forwarded, run_both
@@ -243,12 +245,11 @@ class ObstacleTest(ExpansionTestCase):
             ("module", lambda model: model.add_module("adapter", nn.Dropout(0.1))),
             ("config", lambda model: setattr(model.config, "router_jitter_noise", 0.1)),
             ("batch_norm", lambda model: model.add_module("norm", nn.BatchNorm1d(4))),
-            ("capacity", lambda model: setattr(model.config, "moe_eval_capacity_token_fraction", 1.0)),
         ]
     )
     def test_training_mode_that_matters(self, _, change):
         model = build_model("llama").train()
-        self.assertIsNone(prefill_hooks.why_training_matters(model))
+        self.assertIsNone(prefill_obstacles.look_at_modules(model).drawing)
         change(model)
         self.assert_expands_first("training mode", model)
 
@@ -259,16 +260,51 @@ class ObstacleTest(ExpansionTestCase):
         self.assertGreater((ours["logits.0"][0] - ours["logits.0"][1]).abs().max(), 0)
         assert_same(ours, theirs)
 
-    def test_own_state(self):
-        model = build_model("llama")
-        model.config.model_type = "qwen2_5_omni_talker"
-        self.assertIn(model.config.model_type, prefill_hooks.OWN_STATE_MODELS)
-        self.assert_expands_first("kept beside the cache", model)
+    @parameterized.expand(
+        [
+            ("ParakeetForRNNT", "the decoder keeps its own state"),
+            ("ParakeetForTDT", "the decoder keeps its own state"),
+            ("NemotronAsrStreamingForRNNT", "the decoder keeps its own state"),
+            ("Qwen2_5OmniTalkerForConditionalGeneration", "kept beside the cache"),
+            ("Qwen3OmniMoeTalkerForConditionalGeneration", "kept beside the cache"),
+            ("Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration", "kept beside the cache"),
+        ]
+    )
+    def test_own_state(self, name: str, reason: str):
+        """These models say so themselves."""
+        class_ = getattr(transformers, name, None) or getattr(modeling_qwen3_omni_moe, name)
+        self.assertRegex(class_._why_not_prefill_once(None, {}), reason)
 
-    def test_expert_capacity(self):
-        model = build_model("llama")
-        model.config.moe_eval_capacity_token_fraction = 0.5
-        self.assert_expands_first("capacity of the experts", model)
+    @parameterized.expand([(0.5, False, 6), (1.0, False, 2), (1.0, True, 6)])
+    def test_expert_capacity(self, fraction: float, training: bool, rows: int):
+        """What a row gets depends on the others, unless experts have room for all."""
+        torch.manual_seed(0)
+        config = transformers.NllbMoeConfig(
+            vocab_size=67,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            num_experts=4,
+            encoder_sparse_step=2,
+            decoder_sparse_step=2,
+            dropout=0.0,
+            attention_dropout=0.0,
+            encoder_layerdrop=0.0,
+            decoder_layerdrop=0.0,
+            moe_token_dropout=0.0,
+            moe_eval_capacity_token_fraction=fraction,
+            decoder_start_token_id=1,
+        )
+        model = transformers.NllbMoeForConditionalGeneration(config).train(training)
+        arguments = {**build_inputs("t5", 2), "num_beams": 3, "max_new_tokens": 2}
+        _, shapes = generate(model, arguments)
+        self.assertEqual(shapes[0][0], rows)
+        if rows == 6:
+            self.assert_refused("capacity of the experts", model, **arguments, prompt_expansion="copy")
 
     def test_custom_loop(self):
         def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -330,7 +366,7 @@ class LoopContractTest(ExpansionTestCase):
             model, input_ids, logits_processor, stopping_criteria, generation_config, expand_size=1, **model_kwargs
         ):
             seen.update(rows=input_ids.shape[0], expand_size=expand_size)
-            outputs, input_ids, model_kwargs = model._prefill_and_expand(
+            outputs, input_ids, model_kwargs = model.prefill_and_expand(
                 input_ids, generation_config, model_kwargs, expand_size=expand_size
             )
             seen.update(logits=outputs.logits, mask=model_kwargs["attention_mask"], cache=model_kwargs["cache"])

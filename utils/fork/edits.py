@@ -236,7 +236,7 @@ GROUP_BEAM_SEARCH_EDITS = [
         scope=GENERATE,
         old="generation_mode = generation_config.get_generation_mode(assistant_model)",
         new="""
-            if generation_config.num_beam_groups is not None:
+            if generation_config.num_beam_groups != 1 or generation_config.diversity_penalty != 0:
                 self._validate_beam_groups(generation_config, custom_generate, assistant_model, streamer)
             generation_mode = generation_config.get_generation_mode(assistant_model)
         """,
@@ -443,14 +443,20 @@ CACHE_EDITS = [
 
 # Models that keep a state of their own: (folder, classes, mixin of `prefill_state`)
 STATEFUL_MODELS = (
+    ("blt", ("BltForCausalLM",), "WholePromptPrefillMixin"),
+    ("cpmant", ("CpmAntForCausalLM",), "WholePromptPrefillMixin"),
     ("fuyu", ("FuyuForCausalLM",), "FuyuPrefillMixin"),
     ("gemma3n", ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), "Gemma3nPrefillMixin"),
+    ("gpt_neo", ("GPTNeoForCausalLM",), "DistanceInCachePrefillMixin"),
     ("glm_image", ("GlmImageForConditionalGeneration",), "GlmImagePrefillMixin"),
     ("idefics", ("IdeficsForVisionText2Text",), "IdeficsPrefillMixin"),
     ("kyutai_speech_to_text", ("KyutaiSpeechToTextForConditionalGeneration",), "StreamingAudioPrefillMixin"),
+    ("moshi", ("MoshiForCausalLM", "MoshiForConditionalGeneration"), "WholePromptPrefillMixin"),
     ("nemotron_asr_streaming", ("NemotronAsrStreamingForRNNT",), "OwnDecoderStatePrefillMixin"),
     ("nllb_moe", ("NllbMoeForConditionalGeneration",), "NllbMoePrefillMixin"),
+    ("openai", ("OpenAIGPTLMHeadModel",), "WholePromptPrefillMixin"),
     ("parakeet", ("ParakeetForRNNT",), "OwnDecoderStatePrefillMixin"),
+    ("prophetnet", ("ProphetNetForCausalLM",), "WholePromptPrefillMixin"),
     ("qwen2_5_omni", ("Qwen2_5OmniTalkerForConditionalGeneration",), "TalkerPrefillMixin"),
     (
         "qwen3_omni_moe",
@@ -462,6 +468,7 @@ STATEFUL_MODELS = (
     ("rwkv", ("RwkvForCausalLM",), "RwkvPrefillMixin"),
     ("vibevoice_asr", ("VibeVoiceAsrForConditionalGeneration",), "VibeVoiceAsrPrefillMixin"),
     ("voxtral_realtime", ("VoxtralRealtimeForConditionalGeneration",), "StreamingAudioPrefillMixin"),
+    ("xlm", ("XLMWithLMHeadModel",), "WholePromptPrefillMixin"),
     ("xlnet", ("XLNetLMHeadModel",), "XLNetPrefillMixin"),
 )
 

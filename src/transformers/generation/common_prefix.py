@@ -151,16 +151,18 @@ def why_not_layout(model: "PreTrainedModel", prefix: CommonPrefix, is_returned: 
 
     Where distance is counted in the cache, not by positions, pads between prefix and tail would be counted.
     """
-    config = model.config.get_text_config(decoder=True)
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers} or {DynamicLayer}
+    from .utils import GenerationMixin
+
+    kinds = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
+    if model._reads_prompt_as_whole or hasattr(model, "create_masks_for_generate"):
+        return "the model reads a prompt as a whole"
     if not model._supports_default_dynamic_cache() or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return "the model's cache holds other states than keys and values"
-    if not prefix.is_ragged:
-        return None if prefix.starts[0] == 0 or not is_returned else "the cache is returned, with its pads"
-    if is_returned:
+    if is_returned and (prefix.is_ragged or prefix.starts[0] > 0):
         return "the cache is returned, with its pads"
-    has_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if DynamicSlidingWindowLayer in kinds or model._counts_tokens_in_cache or not has_positions:
+    has_own_inputs = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    has_positions = "position_ids" in inspect.signature(model.forward).parameters and not has_own_inputs
+    if prefix.is_ragged and (DynamicSlidingWindowLayer in kinds or model._counts_tokens_in_cache or not has_positions):
         return "prompts differ in length, and the model counts distance in its cache"
     return None
 

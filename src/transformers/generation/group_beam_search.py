@@ -205,7 +205,7 @@ class GroupBeamSearchMixin:
         """
         groups, beams = generation_config.num_beam_groups, generation_config.num_beams
         penalty = generation_config.diversity_penalty
-        if custom_generate is not None:
+        if custom_generate is not None or groups is None:
             return
         if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
             raise ValueError(f"`num_beam_groups` must be an integer of at least 1, but is {groups!r}.")

@@ -19,10 +19,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..cache_expansion import cache_rows
-from ..cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticCache
+from ..cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticCache,
+)
 from ..prefix_sharing.caches import learn_from, materialize_cache, share_cache, why_not_share
 from ..utils import ModelOutput, logging
 from .common_prefix import CommonPrefix, align, continue_cache, why_not_common_prefix, why_not_layout
@@ -30,10 +38,12 @@ from .equal_rows import EqualRows, find_equal_rows, fingerprints, tensors_by_row
 from .prefill_obstacles import (
     ATTENTION_FIELDS,
     HIDDEN_STATE_FIELDS,
+    HookChangesInputs,
     is_on_probation,
     is_overridden,
     learn,
     takes_plan,
+    watch_pre_hooks,
     why_not_expand,
     why_not_prefill_once,
 )
@@ -60,6 +70,7 @@ class PrefillPlan:
         num_sequences (`int`, *optional*, defaults to 1): Number N of rows that decoding makes of each prompt.
         equal_rows ([`EqualRows`], *optional*): Which prompts are equal, `None` if all are different or aren't compared.
         on_probation (`bool`, *optional*, defaults to `False`): Whether the prefill runs code from outside.
+        watched (`tuple[nn.Module]`, *optional*): Modules with pre-hooks from outside, which may only look on.
         dropped_inputs (`frozenset[str]`, *optional*): Inputs that nothing reads after the prefill.
         prefix ([`CommonPrefix`], *optional*): What different prompts have in common and is computed by itself.
     """
@@ -69,6 +80,7 @@ class PrefillPlan:
     num_sequences: int = 1
     equal_rows: EqualRows | None = None
     on_probation: bool = False
+    watched: tuple[nn.Module, ...] = ()
     dropped_inputs: frozenset[str] = frozenset()
     prefix: CommonPrefix | None = None
 
@@ -212,18 +224,24 @@ class PrefillPlan:
         rows = given["input_ids"].shape[0]
         before, random = CacheState(model_kwargs.get("cache")), RandomState(model.device)
         prefix = self._checked_prefix(prompts, model_kwargs)
-        if prefix is None:
-            outputs = model._prefill(
-                given.pop("input_ids"), generation_config, given, is_first_iteration=is_first_iteration
-            )
-        else:
-            outputs = self._prefill_tails(model, given, generation_config, is_first_iteration)
-        caches = outermost_caches(outputs.get("cache"), given.get("cache"))
-        draws = random.restore_if_changed()
-        obstacle = "the prefill draws random numbers" if draws else None
-        obstacle = obstacle or why_not_expand(model, outputs, caches, rows, self.on_probation)
+        try:
+            with watch_pre_hooks(self.watched):
+                if prefix is None:
+                    outputs = model._prefill(
+                        given.pop("input_ids"), generation_config, given, is_first_iteration=is_first_iteration
+                    )
+                else:
+                    outputs = self._prefill_tails(model, given, generation_config, is_first_iteration)
+        except HookChangesInputs as change:
+            outputs, obstacle = None, f"a hook changes what a {change} is given"
+        draws = model._draws_for_each_row and random.restore_if_changed()
+        if outputs is not None:
+            caches = outermost_caches(outputs.get("cache"), given.get("cache"))
+            obstacle = "the prefill draws random numbers" if draws else None
+            obstacle = obstacle or why_not_expand(model, outputs, caches, rows, self.on_probation)
+            if obstacle is not None:
+                learn(model, obstacle, about_class=self.on_probation and not draws)
         if obstacle is not None:
-            learn(model, obstacle, about_class=self.on_probation and not draws)
             logger.info_once(f"{type(model).__name__}: the prompt is forwarded again, on all rows ({obstacle})")
             before.restore(self.rows_to_take(len(prompts)))
             return self._prefill_all_rows(model, input_ids, generation_config, model_kwargs, is_first_iteration)
@@ -277,6 +295,11 @@ class PrefillPlan:
         if cache.get_seq_length() < prefix.length:
             inputs = {**given, **_inputs_of_layout(prefix.alone, prefix.tokens(prompts), given)}
             model._prefill(prefix.tokens(prompts), generation_config, inputs, is_first_iteration=is_first_iteration)
+        if cache.get_seq_length() != prefix.length:
+            raise RuntimeError(
+                f"{type(model).__name__} has forwarded a prefix of {prefix.length} tokens, but its cache holds "
+                f"{cache.get_seq_length()}: set `prompt_expansion='recompute'`."
+            )
         if self.strategy == "share":
             share_cache(cache, len(prompts), model)
         else:
@@ -347,7 +370,8 @@ class PrefillPlan:
         for part in outermost_caches(cache, *returned):
             learn_from(part, model)
         for part in outermost_caches(*returned):
-            materialize_cache(part)
+            if isinstance(part, Cache):  # code from outside may return what it likes
+                materialize_cache(part)
 
 
 def take_rows(value: Any, indices: torch.LongTensor, row_dim: Callable[[torch.Tensor], int] | None = None) -> Any:
@@ -489,7 +513,9 @@ def plan_prefill(
     if count == 1 and (batch_size == 1 or requested == "recompute"):
         return PrefillPlan("recompute", "there is one row per prompt")
 
-    obstacle, doubt = why_not_prefill_once(model, decoding_method, generation_config, batch_size, count, model_kwargs)
+    obstacle, doubt, watched = why_not_prefill_once(
+        model, decoding_method, generation_config, batch_size, count, model_kwargs
+    )
     # Who asks for a way takes the responsibility for what can only be suspected
     overrides_doubt = doubt is not None and requested in ("copy", "share") and count > 1
     if obstacle is None and doubt is not None and not overrides_doubt:
@@ -499,7 +525,14 @@ def plan_prefill(
         _refuse_prepared(is_prepared, obstacle or "all rows are asked for", batch_size)
         return _refuse_or_recompute(model, requested, obstacle, count)
 
-    equal_rows, prefix = _compare_prompts(model, decoding_method, generation_config, inputs_tensor, model_kwargs)
+    watched = () if overrides_doubt else watched
+    equal_rows = prefix = None
+    if batch_size > 1 and watched:
+        obstacle = f"a hook of a {type(watched[0]).__name__} may treat rows differently"
+        _refuse_prepared(cache_rows(model_kwargs.get("cache")) == 1, obstacle, batch_size)
+        _log_all_prefilled(model, obstacle)
+    elif batch_size > 1:
+        equal_rows, prefix = _compare_prompts(model, decoding_method, generation_config, inputs_tensor, model_kwargs)
     if count == 1 and equal_rows is None and prefix is None:
         return PrefillPlan("recompute", "no prompt repeats")
     repeats = count * (1 if equal_rows is None else equal_rows.group_size) if prefix is None else count * batch_size
@@ -518,6 +551,7 @@ def plan_prefill(
         num_sequences=count,
         equal_rows=equal_rows,
         on_probation=is_on_probation(model),
+        watched=watched,
         dropped_inputs=consumed_inputs(model),
         prefix=prefix,
     )
@@ -613,8 +647,6 @@ def _compare_prompts(
         `tuple`: `None` for the first if nothing repeats, for the second if it isn't worth a forward of its own.
     """
     rows = inputs_tensor.shape[0]
-    if rows == 1:
-        return None, None
     cache = model_kwargs.get("cache")
     is_prepared = cache is not None and cache_rows(cache) == 1
     compared = {name: value for name, value in model_kwargs.items() if name != "cache" or not is_prepared}
@@ -697,8 +729,12 @@ class PrefillMixin:
     people call.
     """
 
+    # Whether a prompt can't be forwarded in parts
+    _reads_prompt_as_whole = False
     # Whether attention depends on how many tokens of the cache, pads included, are between two tokens
     _counts_tokens_in_cache = False
+    # Whether random numbers drawn in a prefill belong to single rows
+    _draws_for_each_row = True
     # Whether decoding steps read inputs that `generate` drops after the prefill of other models
     _reads_inputs_while_decoding = False
 

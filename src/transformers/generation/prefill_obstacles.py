@@ -10,9 +10,11 @@ that may tell rows apart, gets all rows, as it always did.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -176,15 +178,26 @@ def _known_inputs(model_class: type) -> frozenset[str]:
     )
 
 
-def why_not_modules(model: nn.Module) -> tuple[str | None, str | None]:
+class ModuleFindings(NamedTuple):
     """
-    Looks at all modules of `model`, once.
+    What the modules of a model say about a prefill on fewer rows.
 
-    Returns:
-        `tuple[str | None, str | None]`: Which of them draws random numbers or reads other rows, since it is in training
-        mode; and which of them but `model` itself runs code from outside, in a hook or in place of its `forward`.
+    Args:
+        drawing (`str`, *optional*): Which of them draws random numbers or reads other rows, since it is in training mode.
+        hooked (`str`, *optional*): Which of them but the model itself runs code from outside, in a hook or in place of its
+            `forward`. On the model itself people count calls.
+        watched (`tuple`): Those with pre-hooks from outside. Most of these only look on, which shows when they run.
     """
+
+    drawing: str | None
+    hooked: str | None
+    watched: tuple[nn.Module, ...]
+
+
+def look_at_modules(model: nn.Module) -> ModuleFindings:
+    """Looks at all modules of `model`, once."""
     drawing = hooked = None
+    watched = []
     if not all(map(is_own, _global_hooks())):
         hooked = "a hook of all modules may treat rows differently"
     is_training, pending, seen = False, [model], set()
@@ -197,13 +210,15 @@ def why_not_modules(model: nn.Module) -> tuple[str | None, str | None]:
         has_hooks = state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state
         if has_hooks and hooked is None and module is not model:
             hooked = _why_not_hooks(state, module)
+            if not all(map(is_own, state["_forward_pre_hooks"].values())):
+                watched.append(module)
         if drawing is None and state["training"]:
             is_training = True
             drawing = _why_not_training(module, state)
         pending.extend(child for child in state["_modules"].values() if child is not None)
     if drawing is None and is_training:
         drawing = _why_not_configuration(getattr(model, "config", None))
-    return drawing, hooked
+    return ModuleFindings(drawing, hooked, tuple(watched))
 
 
 def _global_hooks() -> Iterator[Callable]:
@@ -212,9 +227,10 @@ def _global_hooks() -> Iterator[Callable]:
 
 
 def _why_not_hooks(state: dict[str, Any], module: nn.Module) -> str | None:
-    hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
-    if not all(map(is_own, hooks)):
+    if not all(map(is_own, state["_forward_hooks"].values())):
         return f"a hook of a {type(module).__name__} may treat rows differently"
+    if any(_written_code(hook) in _changing_hooks for hook in state["_forward_pre_hooks"].values()):
+        return f"a hook changes what a {type(module).__name__} is given"
     if "forward" in state and not is_own(state["forward"]):
         return f"the `forward` of a {type(module).__name__} was replaced by one that may treat rows differently"
     return None
@@ -256,7 +272,7 @@ def why_not_prefill_once(
     batch_size: int,
     expand_size: int,
     model_kwargs: dict[str, Any],
-) -> tuple[str | None, str | None]:
+) -> tuple[str | None, str | None, tuple[nn.Module, ...]]:
     """
     Looks for what stands in the way of a prefill on fewer rows than will be decoded.
 
@@ -269,14 +285,14 @@ def why_not_prefill_once(
         model_kwargs (`dict`): The inputs of the model, not expanded yet.
 
     Returns:
-        `tuple[str | None, str | None]`: What stands in the way, and what makes it doubtful: code that may or may not
-        treat rows differently.
+        `tuple[str | None, str | None, tuple]`: What stands in the way; what makes it doubtful, code that may or may not
+        treat rows differently; and modules whose pre-hooks have to be watched.
 
     Raises:
         `ValueError`: If the cache passed in has neither B nor B * N rows.
     """
     if not isinstance(model, nn.Module):
-        return "the model is no `torch.nn.Module`", None
+        return "the model is no `torch.nn.Module`", None, ()
     obstacle = (
         why_not_loop(decoding_method)
         or why_not_cache(model_kwargs.get("cache"), batch_size, expand_size)
@@ -286,9 +302,63 @@ def why_not_prefill_once(
         or why_not_inputs(model, model_kwargs)
     )
     if obstacle is not None:
-        return obstacle, None
-    drawing, hooked = why_not_modules(model)
-    return drawing, hooked or why_not_learned(model)
+        return obstacle, None, ()
+    drawing, hooked, watched = look_at_modules(model)
+    return drawing, hooked or why_not_learned(model), watched
+
+
+class HookChangesInputs(Exception):
+    """Raised in place of the forward of a module whose pre-hook turns out to do more than to look on."""
+
+
+# Functions that have been seen to do so
+_changing_hooks: WeakSet[Any] = WeakSet()
+# Threads that share a model watch its hooks one after the other
+_watch_lock = threading.RLock()
+
+
+def _written_code(hook: Any) -> Any:
+    """What stays the same of a hook that is made anew for each call: its function, or its class."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    hook = getattr(hook, "__func__", hook)
+    return getattr(hook, "__code__", type(hook))
+
+
+@contextmanager
+def watch_pre_hooks(modules: Collection[nn.Module]) -> Iterator[None]:
+    """
+    Lets the pre-hooks of `modules` look on, and stops the forward at the first one that changes what its module is given.
+
+    Raises:
+        `HookChangesInputs`: If a hook returns something, or writes into a tensor.
+    """
+
+    def watched(hook: Callable) -> Callable:
+        def look_on(module: nn.Module, *inputs: Any) -> Any:
+            if threading.get_ident() != watching:
+                return hook(module, *inputs)
+            tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+            # Tensors of inference mode don't count what is written into them
+            versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+            changes = hook(module, *inputs) is not None or None in versions
+            if changes or versions != [tensor._version for tensor in tensors]:
+                _changing_hooks.add(_written_code(hook))
+                raise HookChangesInputs(type(module).__name__)
+            return None
+
+        return look_on
+
+    watching = threading.get_ident()
+    with _watch_lock if modules else nullcontext():
+        kept = [(module, dict(module._forward_pre_hooks)) for module in modules]
+        try:
+            for module, hooks in kept:
+                module._forward_pre_hooks.update({key: watched(hook) for key, hook in hooks.items()})
+            yield
+        finally:
+            for module, hooks in kept:
+                module._forward_pre_hooks.update(hooks)
 
 
 def why_not_expand(

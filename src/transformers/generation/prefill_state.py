@@ -25,6 +25,9 @@ class XLNetPrefillMixin:
 
 
 class ReformerPrefillMixin:
+    # Hashes of the prompt are drawn once for all rows
+    _draws_for_each_row = False
+
     def _expand_prefill_state(self, outputs: ModelOutput, model_kwargs: dict[str, Any], expand_size: int) -> None:
         if outputs.past_buckets_states is not None:
             outputs.past_buckets_states.batch_repeat_interleave(expand_size)
@@ -107,3 +110,15 @@ class NllbMoePrefillMixin:
         if self.training or self.config.moe_eval_capacity_token_fraction < 1.0:
             return "the capacity of the experts depends on the number of rows (`moe_eval_capacity_token_fraction`)"
         return None
+
+
+class WholePromptPrefillMixin:
+    """For models whose prompt can't be forwarded in parts, or that keep nothing of the first part."""
+
+    _reads_prompt_as_whole = True
+
+
+class DistanceInCachePrefillMixin:
+    """For models with local attention that counts the tokens of the cache, pads included."""
+
+    _counts_tokens_in_cache = True

@@ -2,14 +2,15 @@
 """
 Exact attention of R rows to keys and values that are stored in segments, most of them for fewer rows.
 
-A segment is a tensor of `R_i` rows, each of which stands for `n = R / R_i` consecutive rows: a prompt's keys for its N beams,
-an encoder's keys, a common prefix for the whole batch. Rows are never repeated. The n rows of an item and the G query heads
-of a key/value head are folded into the query axis instead, each segment is read once by a fused kernel, and what the rows
-get from it, a state of an output and a log-sum-exp, is merged with the states of the other segments. The method is bifurcated
-attention (https://huggingface.co/papers/2403.08845), also known from Hydragen (https://huggingface.co/papers/2402.05099).
+A segment is a tensor of `R_i` rows, each of which stands for `n = R / R_i` consecutive rows: a prompt's keys for its N
+beams, an encoder's keys, a common prefix for the whole batch. Rows are never repeated. The n rows of an item and the G
+query heads of a key/value head are folded into the query axis instead, each segment is read once by a fused kernel,
+and what the rows get from it, a state of an output and a log-sum-exp, is merged with the states of the other segments.
+The method is bifurcated attention (https://huggingface.co/papers/2403.08845), also known from Hydragen
+(https://huggingface.co/papers/2402.05099).
 
-Shapes: R rows, R_i rows of a segment, n = R / R_i, H query heads, K key/value heads, G = H / K, Q query length, L_i length of a
-segment, D and Dv head sizes of keys and values.
+Shapes: R rows, R_i rows of a segment, n = R / R_i, H query heads, K key/value heads, G = H / K, Q query length, L_i
+length of a segment, D and Dv head sizes of keys and values.
 """
 
 from collections import deque
@@ -24,8 +25,9 @@ from ..utils.generic import maybe_autocast
 
 State = tuple[torch.Tensor, torch.Tensor]
 
-# Added to the score of what a row must not see, in place of minus infinity: a segment of which nothing is visible then has a
-# state, which weighs nothing beside one with something visible. It absorbs any score, and kernels may multiply it by log2(e).
+# Added to the score of what a row must not see, in place of minus infinity: a segment of which nothing is visible then
+# has a state, which weighs nothing beside one with something visible. It absorbs any score, and kernels may multiply
+# it by log2(e).
 HIDDEN = -(2.0**96)
 # A chunk of a segment that is read by itself has at least as many tokens
 MINIMAL_CHUNK = 256
@@ -43,16 +45,16 @@ def attend(
     memo: "StepMemo | None" = None,
 ) -> torch.Tensor:
     """
-    What `torch.nn.functional.scaled_dot_product_attention` returns for the segments' rows repeated and joined, with grouped
-    heads. Segments and partial outputs stay in the type of `query`, and are merged in float32 (or float64).
+    What `torch.nn.functional.scaled_dot_product_attention` returns for the segments' rows repeated and joined, with
+    grouped heads. Segments and partial outputs stay in the type of `query`, and are merged in float32 (or float64).
 
     Args:
         query (`torch.Tensor` of shape `(R, H, Q, D)`): The queries.
-        keys (`Sequence[torch.Tensor]`, each of shape `(R_i, K, L_i, D)`): Segments, oldest first. Row j of a segment stands for
-            the rows `j * n` to `j * n + n - 1`. A segment in another type than `query` is cast to it.
+        keys (`Sequence[torch.Tensor]`, each of shape `(R_i, K, L_i, D)`): Segments, oldest first. Row j of a segment
+            stands for the rows `j * n` to `j * n + n - 1`. A segment in another type than `query` is cast to it.
         values (`Sequence[torch.Tensor]`, each of shape `(R_i, K, L_i, Dv)`): The same segments of the values.
-        attn_mask (`torch.Tensor`, broadcastable to `(R, H, Q, sum of L_i)`, *optional*): Boolean (true where a query may look)
-            or additive, for each row by itself.
+        attn_mask (`torch.Tensor`, broadcastable to `(R, H, Q, sum of L_i)`, *optional*): Boolean (true where a query
+            may look) or additive, for each row by itself.
         scale (`float`, *optional*): Factor of the scores, `D ** -0.5` by default.
         is_causal (`bool`, *optional*, defaults to `False`): Whether query i sees the keys 0 to i.
         memo ([`StepMemo`], *optional*): Keeps what is made of a mask for the next layers.
@@ -61,8 +63,8 @@ def attend(
         `torch.Tensor`: The output `(R, H, Q, Dv)`, in the type of `query`.
 
     Raises:
-        `ValueError`: If `keys` and `values` differ in number, if the rows or heads of a segment don't divide those of `query`,
-            if `attn_mask` can't be broadcast, or if it is given beside `is_causal`.
+        `ValueError`: If `keys` and `values` differ in number, if the rows or heads of a segment don't divide those of
+            `query`, if `attn_mask` can't be broadcast or is of integers, or if it is given beside `is_causal`.
     """
     _check(query, keys, values)
     segments = [segment for segment in zip(keys, values) if segment[0].shape[2] > 0]
@@ -73,6 +75,7 @@ def attend(
         if attn_mask is not None:
             raise ValueError("`attn_mask` must be None where `is_causal` is True.")
         attn_mask = query.new_ones(queries, sum(key.shape[2] for key in keys), dtype=torch.bool).tril()
+        memo = None
     scale = size**-0.5 if scale is None else scale
     with maybe_autocast(query.device.type, enabled=False):
         mask = _Mask([None] * len(segments))
@@ -130,12 +133,12 @@ def weigh(weights: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor
 
 def merge_states(first: State, second: State, need_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Merges what the same queries get from two sets of keys (https://docs.flashinfer.ai/tutorials/recursive_attention.html).
-    Merging is associative and commutative.
+    Merges what the same queries get from two sets of keys
+    (https://docs.flashinfer.ai/tutorials/recursive_attention.html). Merging is associative and commutative.
 
     Args:
-        first (`tuple[torch.Tensor, torch.Tensor]`): The output `(..., Dv)` and the natural logarithm `(...)` of the sum of the
-            exponentials of the scores, which must be finite.
+        first (`tuple[torch.Tensor, torch.Tensor]`): The output `(..., Dv)` and the natural logarithm `(...)` of the
+            sum of the exponentials of the scores, which must be finite.
         second (`tuple[torch.Tensor, torch.Tensor]`): The state of the other keys.
         need_lse (`bool`, *optional*, defaults to `True`): Whether the state will be merged with another one.
 
@@ -169,29 +172,25 @@ def merge_states(first: State, second: State, need_lse: bool = True) -> tuple[to
 
 class StepMemo:
     """
-    What was made of the last masks, so that the layers of a step make it once. The caller keeps one for each cache. A mask is
-    known by its memory, view and version, and held, so that nothing else can take its place; one whose changes torch doesn't
-    count (made in inference mode) or that needs a gradient is not remembered.
+    What was made of the last masks, so that the layers of a step make it once. The caller keeps one for each cache. A
+    mask is known by its memory, view and version, and held, so that nothing else can take its place; one whose changes
+    torch doesn't count (made in inference mode) or that needs a gradient is not remembered.
     """
 
     def __init__(self):
         # Self- and cross-attention, full and sliding
         self._entries: deque[tuple] = deque(maxlen=4)
 
-    def __reduce__(self):
-        # A copy doesn't hold the memory that masks are known by
-        return StepMemo, ()
-
     def get(self, mask: torch.Tensor, purpose: tuple, make: "Callable[[], _Mask]") -> "_Mask":
         """What `make()` returns for `mask` and `purpose`, or returned when it was last called for them."""
         if mask.is_inference() or mask.requires_grad:
             return make()
-        key = (mask.data_ptr(), mask._version, mask.shape, mask.stride(), mask.dtype, purpose)
-        for known, _, parts in self._entries:
-            if known == key:
+        key = (mask._version, mask.dtype, purpose)
+        for known, known_key, parts in self._entries:
+            if known_key == key and (known is mask or known.is_set_to(mask)):
                 return parts
         parts = make()
-        self._entries.append((key, mask, parts))
+        self._entries.append((mask, key, parts))
         return parts
 
 
@@ -211,8 +210,8 @@ class _Layout(NamedTuple):
 
 class _Mask(NamedTuple):
     """
-    A mask by segments: `biases` broadcast to `(R_i, K, n * G * Q, L_i)`. The factors, `(R or 1, H or 1, Q or 1, 1)`, are zero for
-    queries that see nothing: see `_fold_mask`.
+    A mask by segments: `biases` broadcast to `(R_i, K, n * G * Q, L_i)`. The factors `(R or 1, H or 1, Q or 1, 1)` are
+    zero for queries that see nothing: see `_make_mask`.
     """
 
     biases: list[torch.Tensor | None]
@@ -225,22 +224,21 @@ def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
         raise ValueError(
             f"`keys` and `values` must have the same segments, at least one, but have {len(keys)} and {len(values)}."
         )
+    (rows, heads), kv_heads = query.shape[:2], keys[0].shape[1]
     for key, value in zip(keys, values):
-        if (
-            query.shape[0] % key.shape[0] != 0
-            or query.shape[1] % key.shape[1] != 0
-            or key.shape[:3] != value.shape[:3]
-        ):
+        fits = rows % key.shape[0] == heads % kv_heads == 0 and key.shape[1] == kv_heads
+        if not fits or key.shape[:3] != value.shape[:3]:
             raise ValueError(
-                "A segment of `keys` and `values` must have rows and heads that divide those of the queries, "
-                f"{tuple(query.shape[:2])}, but they have the shapes {tuple(key.shape)} and {tuple(value.shape)}."
+                "A segment of `keys` and `values` must have rows that divide those of the queries, and heads, as many "
+                f"in each segment, that divide their heads, {(rows, heads)}, but they have the shapes "
+                f"{tuple(key.shape)} and {tuple(value.shape)}."
             )
 
 
 def _attend_segments(query: torch.Tensor, segments: list[State], biases: list, scale: float) -> torch.Tensor:
     """
-    The merge of the states of all segments, `(R, H, Q, Dv)`. The newest segment comes first: it mostly has all rows, and the
-    others are merged into its state through views.
+    The merge of the states of all segments, `(R, H, Q, Dv)`. The newest segment comes first: it mostly has all rows,
+    and the others are merged into its state through views.
     """
     rows, merged = query.shape[0], None
     for i in reversed(range(len(segments))):
@@ -285,13 +283,16 @@ def _fold_mask(mask: torch.Tensor, query: torch.Tensor, keys: list[torch.Tensor]
 
 def _make_mask(mask: torch.Tensor, layout: _Layout, query: torch.Tensor) -> _Mask:
     """
-    Splits a mask by segments. For a query that sees something, adding its greatest bias to all of them changes nothing. One that sees
-    nothing gets what torch's attention gives it: zero where all biases are minus infinity, and the mean of the values whose
-    bias is the greatest where that absorbs any score. `query_factor` makes its scores equal, `output_factor` makes it zero.
+    Splits a mask by segments. A query's greatest bias is subtracted from all of them, which changes no weight. A query
+    that sees nothing gets what torch's attention gives it: zero where all biases are minus infinity, else, where the
+    greatest absorbs any score, the mean of the values that have it. `query_factor` makes its scores equal,
+    `output_factor` zero.
     """
     full = (layout.rows, layout.heads, layout.queries, layout.length)
     if mask.dim() > 4 or any(size not in (1, other) for size, other in zip(mask.shape[::-1], full[::-1])):
         raise ValueError(f"`attn_mask` must broadcast to {full}, but has the shape {tuple(mask.shape)}.")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"`attn_mask` must be boolean or of floating point, but is {mask.dtype}.")
     mask = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
     dtype = torch.promote_types(query.dtype, torch.float32)
     if mask.dtype == torch.bool:
@@ -302,13 +303,12 @@ def _make_mask(mask: torch.Tensor, layout: _Layout, query: torch.Tensor) -> _Mas
     lowest = max(HIDDEN, torch.finfo(_bias_dtype(query)).min)
     bias = (bias - greatest.masked_fill(greatest == -torch.inf, 0.0)).clamp_min(lowest)
     bias = bias.expand(-1, -1, -1, layout.length)
-    sees = greatest > HIDDEN
-    factors = (sees, greatest > -torch.inf)
-    if _can_look(mask) and bool(sees.all()):
-        factors = (None, None)
     parts = bias.split([length for _, length in layout.segments], dim=-1)
     biases = [_fold_bias(part, items, layout, query) for part, (items, _) in zip(parts, layout.segments)]
-    return _Mask(biases, *(factor if factor is None else factor.to(query.dtype) for factor in factors))
+    sees = greatest > HIDDEN
+    if _can_look(mask) and sees.all():
+        return _Mask(biases)
+    return _Mask(biases, sees.to(query.dtype), (greatest > -torch.inf).to(query.dtype))
 
 
 def _fold_bias(bias: torch.Tensor, items: int, layout: _Layout, query: torch.Tensor) -> torch.Tensor | None:
@@ -343,12 +343,12 @@ def _bias_dtype(query: torch.Tensor) -> torch.dtype:
 
 def _choose_kernel(query, key, value, bias) -> Callable[..., State]:
     """
-    The fused attention that returns its log-sum-exp on the device, else two products. cuDNN's is left out: it makes a plan
-    for each new length, and a suffix has a new length in each step.
+    The fused attention that returns its log-sum-exp on the device, else two products. cuDNN's is left out: it makes a
+    plan for each new length, and a suffix has a new length in each step.
 
-    A kernel is called with folded queries `(R_i, K, M, D)`, M = n * G * Q, keys `(R_i, K, L_i, D)`, values `(R_i, K, L_i, Dv)`, a
-    bias that broadcasts to `(R_i, K, M, L_i)` or None, and the scale. It returns an output `(R_i, K, M, Dv)` and a log-sum-exp
-    `(R_i, K, M)`.
+    A kernel is called with folded queries `(R_i, K, M, D)`, M = n * G * Q, keys `(R_i, K, L_i, D)`, values
+    `(R_i, K, L_i, Dv)`, a bias that broadcasts to `(R_i, K, M, L_i)` or None, and the scale. It returns an output
+    `(R_i, K, M, Dv)` and a log-sum-exp `(R_i, K, M)`.
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, bias)):
         return _attend_by_products
@@ -420,13 +420,13 @@ def _count_chunks(key: torch.Tensor) -> int:
     """On two threads, two chunks for three heads took 0.66 times as long as one (18 queries, L = 2048)."""
     items, heads, length, _ = key.shape
     if (
-        length < 2 * MINIMAL_CHUNK or torch.compiler.is_compiling()
+        torch.compiler.is_compiling() or length < 2 * MINIMAL_CHUNK
     ):  # compiled code can't ask for the number of threads
         return 1
-    if items > 1 and key.stride(0) != heads * key.stride(1):  # chunks would be copies
+    threads, are_views = torch.get_num_threads(), items == 1 or key.stride(0) == heads * key.stride(1)
+    if threads == 1 or not are_views:
         return 1
-    threads = torch.get_num_threads()
-    return 1 if threads == 1 else max(1, min(-(-2 * threads // (items * heads)), length // MINIMAL_CHUNK))
+    return max(1, min(-(-2 * threads // (items * heads)), length // MINIMAL_CHUNK))
 
 
 def _attend_by_products(query, key, value, bias, scale: float) -> State:

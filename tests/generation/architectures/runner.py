@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -143,7 +144,7 @@ def digest(model: PreTrainedModel) -> str:
 
 def generate(model: PreTrainedModel, inputs: Inputs, arguments: dict[str, Any]) -> Generation:
     torch.manual_seed(1)
-    with watch_forwards(model) as seen, strategies() as taken:
+    with watch_forwards() as seen, strategies() as taken:
         output = model.generate(
             **inputs,
             **arguments,
@@ -159,10 +160,11 @@ def generate(model: PreTrainedModel, inputs: Inputs, arguments: dict[str, Any]) 
 
 
 @contextmanager
-def watch_forwards(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+def watch_forwards() -> Iterator[dict[str, Any]]:
     """
-    Notes the rows of the logits, and the cache, of the first forward pass among the generative parts of `model`, and how the
-    layers of the cache share in the passes of the same part.
+    Notes the rows of the logits, and the cache, of the first forward pass of a model that generates, and how the layers of
+    the cache share in the passes of the same model. Each part of a model has hooks only while it generates by itself: on
+    other parts they would look like hooks that treat rows differently.
     """
     seen: dict[str, Any] = {"attention_layers": 0, "shared_layers": 0, "expanding": set()}
 
@@ -178,16 +180,19 @@ def watch_forwards(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
             seen.setdefault("cache", _describe_cache(state))
             _note_sharing(state["cache"], seen)
 
-    hooks = []
-    for module in model.modules():
-        if isinstance(module, GenerationMixin):
-            hooks.append(module.register_forward_pre_hook(start))
-            hooks.append(module.register_forward_hook(end, with_kwargs=True))
-    try:
+    own = GenerationMixin.generate
+
+    @wraps(own)
+    def generate(module: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        hooks = [module.register_forward_pre_hook(start), module.register_forward_hook(end, with_kwargs=True)]
+        try:
+            return own(module, *args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    with mock.patch.object(GenerationMixin, "generate", generate):
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _note_sharing(cache: Any, seen: dict[str, Any]) -> None:
