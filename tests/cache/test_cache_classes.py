@@ -64,8 +64,8 @@ NOT_FILLED = {
     "AssistantVocabTranslatorCache": "vocabulary mappings, no states of a model",
     "OmDetTurboLRUCache": "embeddings of class names, no states of a model",
 }
-# Modules whose layers have tests of their own
-TESTED_ELSEWHERE = ("shared_prefix",)
+# Packages whose layers have tests of their own
+TESTED_ELSEWHERE = ("prefix_sharing",)
 
 
 @memoize
@@ -74,7 +74,7 @@ def sources() -> dict[str, str]:
     paths = [
         path
         for path in PACKAGE.rglob("*.py")
-        if not path.name.startswith(("modular_", "dummy_")) and path.stem not in TESTED_ELSEWHERE
+        if not path.name.startswith(("modular_", "dummy_")) and path.parent.name not in TESTED_ELSEWHERE
     ]
     modules = {path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", "."): path for path in paths}
     return {module: path.read_text(encoding="utf-8") for module, path in modules.items()}

@@ -5,6 +5,7 @@ Random models, prompts and arguments: `generate` of the fork against pristine up
 `make fuzz` runs more examples, and new ones each time.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .architectures.runner import strategies
 from .changes import CHANGES, ONCE, RecentCache
@@ -30,8 +32,8 @@ from .tiny_models import BUILDERS, DECODER_ONLY, EOS, PAD, SPECIAL, VOCABULARY, 
 MODELS = [name for name in [*BUILDERS, *SPECIAL] if name != "whisper"]
 # Full attention, with a cache that a caller can fill with a common prefix
 PREFIX_MODELS = [name for name in DECODER_ONLY if name != "gemma3"]
-# The others refuse to share a prompt, and say why
-SHARING_MODELS = [name for name in MODELS if name not in ("gpt_neox", "deepseek_v3", "mamba", "falcon_h1")]
+# The other one has no keys and values, and refuses to share a prompt
+SHARING_MODELS = [name for name in MODELS if name != "mamba"]
 
 
 @dataclass
@@ -129,29 +131,37 @@ def run_case(case: Case, prefix_repeats: int, **fork_arguments: Any) -> tuple[st
 
 @contextmanager
 def sharing() -> Iterator[list[tuple[torch.Tensor, Any]]]:
-    """Collects the layers that a prompt is shared in, each with the keys that it got from the prefill."""
+    """
+    Collects the layers that a prompt is shared in, each with the keys that it got from the prefill: as they are after the last
+    step, before the caller gets ordinary ones.
+    """
     # The oracle imports this module too
     from transformers.generation import prefill
-    from transformers.shared_prefix import SharedPrefixLayer
+    from transformers.prefix_sharing import SegmentedStates
 
-    found = []
+    found, share_cache, learn_from = [], prefill.share_cache, prefill.learn_from
 
     def layers_of(cache: Cache) -> list[Any]:
         if isinstance(cache, EncoderDecoderCache):
             return layers_of(cache.self_attention_cache) + layers_of(cache.cross_attention_cache)
         return cache.layers
 
-    share_cache = prefill.share_cache
-
-    def share(model: PreTrainedModel, cache: Cache, repeats: int) -> int:
+    def share(cache: Cache, *args) -> int:
         keys = [getattr(layer, "keys", None) for layer in layers_of(cache)]
-        count = share_cache(model, cache, repeats)
+        count = share_cache(cache, *args)
         pairs = zip(keys, layers_of(cache), strict=True)
-        found.extend((keys, layer) for keys, layer in pairs if isinstance(layer, SharedPrefixLayer))
+        # A common prefix is shared before the prompts are
+        found[:] = [
+            (keys, layer) for keys, layer in pairs if isinstance(getattr(layer, "keys", None), SegmentedStates)
+        ]
         assert len(found) == count
         return count
 
-    with patch.object(prefill, "share_cache", share):
+    def learn(*args) -> None:
+        found[:] = [(keys, copy.copy(layer)) for keys, layer in found]
+        learn_from(*args)
+
+    with patch.object(prefill, "share_cache", share), patch.object(prefill, "learn_from", learn):
         yield found
 
 
@@ -270,24 +280,24 @@ def cases(draw, repeated: bool = False, share: bool = False, changed: bool = Fal
 
 def assert_shared(case: Case, layers: list[tuple[torch.Tensor, Any]]) -> None:
     """Asserts that the prompt was stored once to the end, where the prefill put it, for all rows of an item."""
-    from transformers.shared_prefix import SharedPrefixSlidingWindowLayer
+    # The oracle imports this module too
+    from transformers.prefix_sharing import SegmentedStates
 
     assert layers
-    rows = case.stored_rows()
     for prefilled_keys, layer in layers:
-        (prefix, _), (suffix, _) = layer.prefix, layer.suffix
-        assert layer.repeats == len(case.input_ids) * case.expand_size // rows
-        event(f"{type(layer).__name__} {'without' if prefix is None else 'with'} a prefix")
-        if isinstance(layer, SharedPrefixSlidingWindowLayer):
-            # Copied if the window is a part of it, and let go when all of it has left the window
-            assert prefix is None or len(prefix) == rows
+        is_window = isinstance(layer, DynamicSlidingWindowLayer)
+        keys = layer.keys.settle() if isinstance(layer.keys, SegmentedStates) else layer.keys
+        is_shared = isinstance(keys, SegmentedStates)
+        event(f"{type(layer).__name__} {'with' if is_shared else 'without'} a prefix")
+        if is_window and not is_shared:
+            # Let go when all of it has left the window
             continue
-        assert len(prefix) == rows
-        assert prefix.data_ptr() == prefilled_keys.data_ptr()
-        # A static buffer has room for more
-        assert prefix.shape == prefilled_keys.shape or layer.is_compileable
-        suffix_bytes = 0 if suffix is None else suffix.nbytes
-        assert layer.bytes_used == 2 * (prefix.nbytes + suffix_bytes)  # keys and values
+        assert is_shared, layer
+        # One row for what all prompts have in common
+        assert len(keys.segments[0]) in (1, case.stored_rows())
+        first = prefilled_keys.segments[0] if isinstance(prefilled_keys, SegmentedStates) else prefilled_keys
+        # A window is copied if it is a part of the prompt
+        assert is_window or keys.segments[0].data_ptr() == first.data_ptr()
 
 
 def assert_same_as_upstream(case: Case, **fork_arguments: Any) -> None:

@@ -16,6 +16,7 @@ PLACES = {
     "src/transformers/": "src/transformers/",
     "tests/generation/": "tests/generation/",
     "tests/cache/": "tests/utils/",
+    "tests/sharing/": "tests/sharing/",
     "docs/source/en/": "docs/source/en/",
 }
 # Upstream has these, but they aren't in its wheel
@@ -32,7 +33,6 @@ FORK_ONLY_TESTS = {
 SUBSTITUTES = {"tests.generation.oracle": "tests.generation.expand_first_oracle"}
 # What modules of tests read
 TEST_DATA = {
-    "tests.cache.sharing_table": ["tests/cache/sharing_table.json"],
     "tests.generation.test_group_beam_search_oracle": [
         "tests/generation/fixtures/group_beam_search.safetensors",
         "tests/generation/fixtures/make_group_beam_search.py",
@@ -78,7 +78,7 @@ logits, attentions, hidden states and cache. Fixes #27449.
 - A decoding method that declares `expand_size` gets B rows and expands them itself. Any other (custom loops, subclasses
   with a `_sample` of their own) gets B * N rows, as it always did. `_prefill` keeps its signature and its result.
 - Every cache class has `batch_repeat_interleave`. Static buffers keep their address when rows are repeated or reordered.
-- Shared prompts: layers return the suffix and hand the prefix to the attention function, which reads it in place.
+- Shared prompts: keys and values carry the prompt in segments, which attention reads where they lie.
   Whether the attention of a model allows that is read off its code.
 - Rows of a batch that are equal are prefilled once, as if `num_return_sequences` had been asked for.
 - Group beam search is a decoding method again.

@@ -34,6 +34,12 @@ def _keep(states: SegmentedStates, segments: Sequence[torch.Tensor], func: Calla
     return states.make(segments, source=(states, func, args, kwargs), **changes)
 
 
+# ------------------------------------------------------------------------------------------------------------ questions
+@handles("is_floating_point is_complex is_signed is_inference")
+def _ask(func, states):
+    return func(states.example)
+
+
 # ---------------------------------------------------------------------------------------------------------------- views
 @handles("transpose swapaxes swapdims")
 def _transpose(func, states, dim0, dim1):
@@ -515,6 +521,8 @@ def _attention(
         or kwargs
     ):
         return NotImplemented
+    if query.dtype != torch.float64 and torch.is_autocast_enabled(query.device.type):
+        query = query.to(torch.get_autocast_dtype(query.device.type))
     # A single head of keys is broadcast
     if query.shape[1] != key.shape[1] != 1 and (not enable_gqa or query.shape[1] % key.shape[1]):
         return NotImplemented

@@ -160,14 +160,18 @@ class SegmentedStates:
 
     @property
     def shape(self) -> torch.Size:
-        if self._shape is None:
-            sizes = list(self.segments[0].shape)
-            sizes[self.row_dim] = self.rows * self.inner
-            sizes[self.length_dim] = sum(self.lengths)
-            if self.groups > 1:
-                sizes[1] *= self.groups
-            self._shape = torch.Size(sizes)
-        return self._shape
+        if self._shape is not None:
+            return self._shape
+        sizes = list(self.segments[0].shape)
+        sizes[self.row_dim] = self.rows * self.inner
+        sizes[self.length_dim] = sum(self.lengths)
+        if self.groups > 1:
+            sizes[1] *= self.groups
+        shape = torch.Size(sizes)
+        # Compiled code would be guarded by what the step before has kept
+        if not torch.compiler.is_compiling():
+            self._shape = shape
+        return shape
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
@@ -214,7 +218,8 @@ class SegmentedStates:
         return self.example.element_size()
 
     def contiguous(self, **kwargs) -> "SegmentedStates":
-        return self
+        # What is written into a copy must not reach the states that a view is taken from
+        return self if self.source is None else self.computed(self.segments)
 
     @property
     def held_bytes(self) -> int:

@@ -40,7 +40,9 @@ class Generation:
     Args:
         first_rows (`int`): Rows of the logits of the first forward pass of the generative model.
         cache (`str`): The cache that this forward pass returned: its class and those of its layers.
-        last_cache (`str`): The cache that the last forward pass returned.
+        attention_layers (`int`): Layers of this cache that hold keys and values.
+        shared_layers (`int`): The most of them that held the prompt once for several rows.
+        expanding (`tuple[str, ...]`): The operations for which layers that shared had to take all rows.
         strategy (`str`): How the fork expanded the prompt. Empty for one sequence per prompt and in the oracle.
         reason (`str`): Why it did so.
         tensors (`dict[str, torch.Tensor]`): The sequences with their scores, by name.
@@ -48,7 +50,9 @@ class Generation:
 
     first_rows: int
     cache: str
-    last_cache: str
+    attention_layers: int
+    shared_layers: int
+    expanding: tuple[str, ...]
     strategy: str
     reason: str
     tensors: dict[str, torch.Tensor]
@@ -151,17 +155,18 @@ def generate(model: PreTrainedModel, inputs: Inputs, arguments: dict[str, Any]) 
     tensors = {"sequences": output.sequences, "scores": torch.stack(output.scores)}
     tensors |= {name: output[name] for name in ("sequences_scores", "beam_indices") if output.get(name) is not None}
     strategy, reason = taken[0] if taken else ("", "")
-    return Generation(seen["rows"], seen["cache"], seen["last_cache"], strategy, reason, tensors)
+    layers = seen["attention_layers"], seen["shared_layers"], tuple(sorted(seen["expanding"]))
+    return Generation(seen["rows"], seen["cache"], *layers, strategy, reason, tensors)
 
 
 @contextmanager
 def watch_forwards() -> Iterator[dict[str, Any]]:
     """
-    Notes the rows of the logits, and the cache, of the first forward pass of a model that generates, and the cache of the
-    last one of the same model. Each part of a model has hooks only while it generates by itself: on other parts they would
-    look like hooks that treat rows differently.
+    Notes the rows of the logits, and the cache, of the first forward pass of a model that generates, and how the layers of
+    the cache share in the passes of the same model. Each part of a model has hooks only while it generates by itself: on
+    other parts they would look like hooks that treat rows differently.
     """
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"attention_layers": 0, "shared_layers": 0, "expanding": set()}
 
     def start(module: torch.nn.Module, args: Any) -> None:
         # A generative part inside of another one ends first, but starts later
@@ -170,9 +175,10 @@ def watch_forwards() -> Iterator[dict[str, Any]]:
     def end(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if module is seen["module"]:
             # Not every model returns the cache that it was given
-            seen["last_cache"] = _describe_cache({"cache": kwargs.get("cache")} | output)
+            state = {"cache": kwargs.get("cache")} | output
             seen.setdefault("rows", output.logits.shape[0])
-            seen.setdefault("cache", seen["last_cache"])
+            seen.setdefault("cache", _describe_cache(state))
+            _note_sharing(state["cache"], seen)
 
     own = GenerationMixin.generate
 
@@ -187,6 +193,26 @@ def watch_forwards() -> Iterator[dict[str, Any]]:
 
     with mock.patch.object(GenerationMixin, "generate", generate):
         yield seen
+
+
+def _note_sharing(cache: Any, seen: dict[str, Any]) -> None:
+    parts = (
+        (cache.self_attention_cache, cache.cross_attention_cache)
+        if isinstance(cache, EncoderDecoderCache)
+        else (cache,)
+    )
+    layers = [layer for part in parts if isinstance(part, Cache) for layer in part.layers]
+    attention_layers = [layer for layer in layers if getattr(layer, "keys", None) is not None]
+    # The oracle has no class to ask for
+    shared = [
+        layer
+        for layer in attention_layers
+        if any(getattr(states, "segments", ()) and states.settle() is states for states in vars(layer).values())
+    ]
+    seen["attention_layers"] = max(seen["attention_layers"], len(attention_layers))
+    seen["shared_layers"] = max(seen["shared_layers"], len(shared))
+    origins = getattr(cache, "shared_origins", {}).values()
+    seen["expanding"].update(origin.expanded_by for origin in origins if origin.expanded_by is not None)
 
 
 def _describe_cache(output: Any) -> str:

@@ -36,7 +36,8 @@ in another process, with equal scores where the model computes in float64 (up to
 the first forward pass as there are prompts.
 
 `share` keeps the prompt's keys and values once, `copy` once per sequence; both compute them once. `recompute`
-is upstream's order: once per sequence. See [Prefill once](prefill_once) for `prompt_expansion`.
+is upstream's order: once per sequence. Of layers that share, the number is given out of those that hold keys and
+values, with the operation that needed all rows of the others. See [Prefill once](prefill_once) for `prompt_expansion`.
 """
 MIXED_UP = "## Where upstream is no oracle\n\n" + "\n".join(
     textwrap.wrap(
@@ -83,7 +84,9 @@ def render(outcomes: dict[Case, Outcome | None]) -> str:
         rows = [row(case, outcome) for case, outcome in outcomes.items() if case.mapping == mapping]
         sections += [
             f"## {mapping[0].upper()}{mapping[1:]}\n",
-            _markdown_table(["model type", "prompt", "cache", "prompt computed", "strategy", "why"], rows),
+            _markdown_table(
+                ["model type", "prompt", "cache", "prompt computed", "strategy", "layers that share", "why"], rows
+            ),
         ]
     return "\n".join([*sections, MIXED_UP, ""])
 
@@ -123,7 +126,7 @@ TIMES = {"share": "once", "copy": "once", "recompute": f"{NUM_SEQUENCES} times"}
 def row(case: Case, outcome: Outcome | None) -> list[str]:
     """The cells of a case, from its outcome, `None` for an excluded one."""
     if outcome is None:
-        return [f"`{case.model_type}`", case.kind, "", "not swept", "", case.excluded or ""]
+        return [f"`{case.model_type}`", case.kind, "", "not swept", "", "", case.excluded or ""]
     modes: dict[str, list[str]] = {}
     for mode, (strategy, _) in _strategies(outcome).items():
         modes.setdefault(strategy, []).append(mode)
@@ -136,6 +139,7 @@ def row(case: Case, outcome: Outcome | None) -> list[str]:
         outcome.generations["greedy"].cache,
         "; ".join(f"{TIMES[strategy]}{names}" for strategy, names in named.items()),
         "; ".join(f"`{strategy}`{names}" for strategy, names in named.items()),
+        outcome.sharing() or "",
         "; ".join(dict.fromkeys(reasons)),
     ]
 
