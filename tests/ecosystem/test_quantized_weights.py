@@ -46,5 +46,7 @@ def generate(quantizer: str, mode: str, prompt_expansion: str | None = None) -> 
 class QuantizedWeightsTest(EcosystemTest):
     @parameterized.expand([(name, mode) for name in QUANTIZERS for mode in ("beam", "sample")])
     def test_weights(self, quantizer: str, mode: str):
-        ours, _ = self.assert_prefilled_once((BATCH, BATCH * SEQUENCES), "prompt_expansion=", generate, quantizer, mode)
+        ours, _ = self.assert_prefilled_once(
+            (BATCH, BATCH * SEQUENCES), "prompt_expansion=", generate, quantizer, mode
+        )
         self.assertNotEqual(ours["weights"], "Parameter")
