@@ -16,8 +16,8 @@ from cyclonedx.model import HashAlgorithm, HashType, Property
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
 from cyclonedx.output.json import JsonV1Dot6
-from packaging.requirements import Requirement
 from packageurl import PackageURL
+from packaging.requirements import Requirement
 
 from .fork.build import PACKAGE, read_pin
 

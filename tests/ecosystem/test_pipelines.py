@@ -29,10 +29,16 @@ def generate_text(mode: str, batch_size: int) -> dict:
 def transcribe(beams: int) -> dict:
     model = build_model("whisper")
     model.generation_config.is_multilingual = False
+    speech_tokenizer = build_tokenizer()
+    # Of Whisper's tokenizer the pipeline wants this method, which looks for timestamps besides
+    speech_tokenizer._decode_asr = lambda outputs, **_: (
+        speech_tokenizer.decode([token for output in outputs for token in output["tokens"][0]]),
+        {},
+    )
     speech = pipeline(
         "automatic-speech-recognition",
         model=model,
-        tokenizer=build_tokenizer(),
+        tokenizer=speech_tokenizer,
         feature_extractor=WhisperFeatureExtractor(feature_size=8, chunk_length=0.6, hop_length=160),
         device="cpu",
     )
@@ -45,7 +51,9 @@ def generate_batch(num_return_sequences: int) -> list[list[int]]:
     model = build_model("llama", "paged|sdpa")
     inputs = [row[row != 0].tolist() for row in build_inputs("llama", BATCH)["input_ids"]]
     config = model.generation_config
-    config.update(max_new_tokens=6, do_sample=False, num_return_sequences=num_return_sequences)
+    config.update(
+        max_new_tokens=6, do_sample=num_return_sequences > 1, top_k=1, num_return_sequences=num_return_sequences
+    )
     sizes = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     outputs = model.generate_batch(inputs, generation_config=config, continuous_batching_config=sizes, warmup=False)
     return sorted(output.generated_tokens for output in outputs.values())

@@ -9,7 +9,7 @@ from torchao import quantization as torchao
 from tests.generation.runs import MODES
 from tests.generation.tiny_models import build_inputs, build_model
 
-from .observation import COPIED, SHARED, EcosystemTest, observe
+from .observation import EcosystemTest, observe
 
 
 BATCH, SEQUENCES = 2, 3

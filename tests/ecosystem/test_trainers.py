@@ -4,7 +4,6 @@
 import tempfile
 
 import peft
-import torch
 import trl
 from datasets import Dataset
 from parameterized import parameterized
@@ -49,6 +48,7 @@ def train(algorithm: str, lora_dropout: float | None, options: dict) -> dict:
             disable_tqdm=True,
             use_cpu=True,
             bf16=False,
+            beta=0.0,  # no model to refer to, which would be loaded by its name
             seed=0,
             **{"gradient_checkpointing": False, **options},
         )
