@@ -107,7 +107,7 @@ wheel: $(VENV)/.dev
 	$(PY) -m pip wheel --no-deps --wheel-dir dist .
 
 # Both archives, their checksums, and a bill of the materials that they are made from
-release: $(VENV)/.dev
+release:
 	rm -rf dist build/release
 	$(PYTHON) -m venv build/release
 	build/release/bin/python -m pip install --quiet --requirement requirements-release.txt

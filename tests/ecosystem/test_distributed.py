@@ -1,6 +1,7 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """A model in two processes with gloo: tensor parallelism, FSDP2 and DDP."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -54,8 +55,6 @@ def run_rank(rank: int, folder: str, kind: str, mode: str, equal_rows_on_first: 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     # Where transformers looks for its device mesh
-    import os
-
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     model, generating, sharded = PARALLEL[kind](folder)
     sequences = 1 if equal_rows_on_first else SEQUENCES

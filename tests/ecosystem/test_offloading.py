@@ -8,7 +8,7 @@ import accelerate
 import torch
 from parameterized import parameterized
 
-from tests.generation.runs import MODES, forwarded
+from tests.generation.runs import MODES, forwarded, oracle
 from tests.generation.tiny_models import build_inputs, build_model
 
 from .observation import COPIED, SHARED, EcosystemTest, observe
@@ -72,8 +72,6 @@ class OffloadingTest(EcosystemTest):
 
 class ThreadsTest(EcosystemTest):
     def test_beams(self):
-        from tests.generation.runs import oracle
-
         ours, theirs = generate_in_threads("beam", 4), oracle().run(generate_in_threads, "beam", 4)
         self.assertEqual((ours["rows"], theirs["rows"]), ([1, 2, 3, 4], [3, 6, 9, 12]))
         self.assertEqual(ours["tokens"], theirs["tokens"])
