@@ -10,13 +10,16 @@ WORKERS ?= 2
 TY_OPTIONS := --python $(VENV) --extra-search-path build/editable --config-file utils/fork/upstream_types.toml \
 	--error-on-warning --output-format concise
 TYPED := utils/fork/patch.py utils/fork/proposals.py utils/fork/rebase.py utils/fork/series
+# Files that take most of the time of `make test`; `make test-fast` leaves them out
+SLOW_TESTS := tests/ecosystem tests/fork tests/generation/test_architectures.py tests/generation/test_differential.py \
+	tests/generation/test_group_beam_search_oracle.py tests/examples
 # Python compiles what it imports; pip would compile everything, several times over
 export PIP_COMPILE := 0
 # hqq would look for a CUDA compiler while it is installed
 export DISABLE_CUDA := 1
 
-.PHONY: develop test test-upstream fuzz demo bench bench-peers patch patches sweep-patches lint types format wheel drift rebase clean \
-	needs-UPSTREAM needs-VERSION
+.PHONY: develop test test-fast test-ecosystem test-torch test-upstream fuzz demo bench bench-peers patch patches sweep-patches \
+	lint types format wheel release drift rebase clean needs-TORCH needs-UPSTREAM needs-VERSION
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,8 +41,36 @@ $(ORACLE)/.transformers-$(PIN): | $(VENV)/.dev
 develop: $(VENV)/.dev $(ORACLE)/.transformers-$(PIN)
 	$(PY) -m utils.fork.build --pristine $(ORACLE)/transformers --output build/editable --link
 
+# All tests but those that need other libraries: they are a target of their own
 test: develop
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore=tests/ecosystem tests
+
+# For daily work: without what installs packages, compiles, sweeps all architectures or needs other libraries
+test-fast: develop
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow" \
+		$(addprefix --ignore=,$(SLOW_TESTS)) tests
+
+$(VENV)/.ecosystem: requirements-ecosystem.txt $(VENV)/.dev
+	$(PY) -m pip install --requirement requirements-ecosystem.txt
+	touch $@
+
+# Trainers, adapters, pipelines, quantized weights, several processes: each against pristine upstream
+test-ecosystem: develop $(VENV)/.ecosystem
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/ecosystem
+
+# The equality tests with another torch, in an environment of its own: make test-torch TORCH=2.6.0
+TORCH_ENVIRONMENT = build/torch-$(TORCH)
+
+build/torch-%/.installed: requirements-dev.txt utils/fork/upstream.toml
+	$(PYTHON) -m venv $(@D)
+	grep -v '^torch==' requirements-dev.txt > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install torch==$* transformers==$(PIN) --requirement $(@D)/requirements.txt
+	touch $@
+
+test-torch: needs-TORCH develop
+	$(MAKE) $(TORCH_ENVIRONMENT)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/editable:$(CURDIR) $(TORCH_ENVIRONMENT)/bin/python -m pytest \
+		--numprocesses $(WORKERS) --dist loadfile $(or $(TESTS),tests/generation tests/cache tests/sharing)
 
 $(VENV)/.upstream-tests: requirements-upstream-tests.txt $(VENV)/.dev
 	$(PY) -m pip install --requirement requirements-upstream-tests.txt
@@ -47,7 +78,7 @@ $(VENV)/.upstream-tests: requirements-upstream-tests.txt $(VENV)/.dev
 
 # Upstream's own tests, on pristine upstream and on the fork: make test-upstream UPSTREAM=../transformers MODELS=gpt2
 test-upstream: needs-UPSTREAM develop $(VENV)/.upstream-tests
-	$(PY) -m utils.test_upstream $(if $(MODELS),--models $(MODELS)) --jobs $(or $(JOBS),1) "$(UPSTREAM)"
+	$(PY) -m utils.upstream_suite $(if $(MODELS),--models $(MODELS)) --jobs $(or $(JOBS),1) "$(UPSTREAM)"
 
 # More examples of the randomized tests, and new ones each time
 fuzz: develop
@@ -85,6 +116,14 @@ format: $(VENV)/.dev
 wheel: $(VENV)/.dev
 	$(PY) -m pip wheel --no-deps --wheel-dir dist .
 
+# Both archives, their checksums, and a bill of the materials that they are made from
+release:
+	rm -rf dist build/release
+	$(PYTHON) -m venv build/release
+	build/release/bin/python -m pip install --quiet --requirement requirements-release.txt
+	build/release/bin/python -m build --outdir dist .
+	build/release/bin/python -m utils.release dist
+
 # Writes the digests of the upstream functions that the fork relies on
 drift: $(ORACLE)/.transformers-$(PIN)
 	$(PY) -m utils.fork.drift --pristine $(ORACLE)/transformers
@@ -94,6 +133,9 @@ rebase: needs-VERSION $(VENV)/.dev
 	$(PY) -m utils.fork.rebase $(VERSION)
 
 # Before anything is installed
+needs-TORCH:
+	$(if $(TORCH),,$(error TORCH is missing: make test-torch TORCH=2.6.0))
+
 needs-UPSTREAM:
 	$(if $(UPSTREAM),,$(error UPSTREAM is missing: make test-upstream UPSTREAM=path-or-url@tag))
 

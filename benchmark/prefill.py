@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import transformers
 from examples.long_prompt_beams import at_least
-from tests.generation.oracle import Oracle
+from utils.oracle import Oracle
 
 from .measurement import MODES, Result, Subject, Workload, generate, prefill_flops
 from .report import draw, render_tables, same_tokens

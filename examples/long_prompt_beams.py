@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=at_least(1), default=15, help="(default: 15)")
     parser.add_argument("--device", type=available_device, default="cpu", help="(default: cpu)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--repeats", type=at_least(1), default=3, help="runs of each mode; medians count (default: 3)")
+    parser.add_argument("--repeats", type=at_least(1), default=1, help="runs of each mode; medians count (default: 1)")
     return parser
 
 

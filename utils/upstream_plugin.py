@@ -1,6 +1,6 @@
 # Copyright 2026 The prefill-once authors. Licensed under the Apache License, Version 2.0: see LICENSE.
 """
-The part of `utils.test_upstream` that runs inside pytest: selects tests, seeds them, and writes down what they gave.
+The part of `utils.upstream_suite` that runs inside pytest: selects tests, seeds them, and writes down what they gave.
 
 It is a module of its own, and imports nothing of the repository, because upstream's checkout has a package `utils` too.
 """

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import transformers
 from examples.long_prompt_beams import UsageError, status
-from tests.generation.oracle import UPSTREAM_VERSION
+from utils.oracle import UPSTREAM_VERSION
 
 from ..measurement import Subject, Workload, prompt
 from ..prefill import OUTPUT, WARM_UP_LENGTH, Engines, add_workload_arguments, describe_machine

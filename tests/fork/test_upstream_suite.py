@@ -11,7 +11,7 @@ import pytest
 
 from tests.generation.oracle import oracle_path
 from utils.fork.build import PACKAGE, REPOSITORY, read_pin
-from utils.test_upstream import find_checkout, find_tests
+from utils.upstream_suite import find_checkout, find_tests
 
 
 VERSION, FORK_VERSION = read_pin().version, read_pin().fork_version
@@ -102,7 +102,7 @@ def write_checkout(path: Path) -> Path:
 
 def run(upstream: Path | str, output: Path, *options: str) -> subprocess.CompletedProcess:
     """Runs the command. What it prints comes without repeated spaces and without times."""
-    command = [sys.executable, "-m", "utils.test_upstream", str(upstream), "--output", str(output), *options]
+    command = [sys.executable, "-m", "utils.upstream_suite", str(upstream), "--output", str(output), *options]
     result = subprocess.run(
         [*command, "--oracle", str(oracle_path())],
         cwd=REPOSITORY,
@@ -241,7 +241,7 @@ class TestArguments:
 
     def test_a_side_that_is_no_such_release(self, tmp_path):
         checkout = write_checkout(tmp_path / "checkout")
-        command = [sys.executable, "-m", "utils.test_upstream", str(checkout), "--oracle", str(checkout / "src")]
+        command = [sys.executable, "-m", "utils.upstream_suite", str(checkout), "--oracle", str(checkout / "src")]
         (checkout / "src/transformers/__init__.py").write_text('__version__ = "1.2.3"\n')
         result = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True)
         assert result.returncode == 2

@@ -278,7 +278,7 @@ def compare(one: Side, other: Side, files: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m utils.test_upstream", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m utils.upstream_suite", description=__doc__)
     parser.add_argument("upstream", help="a checkout of upstream, or a git URL with @ and a tag")
     parser.add_argument("--models", default="", help="only these directories of tests/models, separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
