@@ -35,8 +35,8 @@ class LargestFloats(TorchDispatchMode):
 
 class PromptSharingTest(ExpansionTestCase):
     @parameterized.expand(product(("llama", "gemma3"), MODES))
-    def test_no_step_makes_floats_for_all_rows_and_tokens(self, name: str, mode: str):
-        """What has N rows of L columns in a step are tokens and masks alone, which `generate` hands from step to step."""
+    def test_no_step_makes_more_than_a_mask_of_all_rows_and_tokens(self, name: str, mode: str):
+        """What has N rows of L columns in a step are tokens and masks alone, and the bias that is made of a mask."""
         repeats, length = 8, 600
         inputs = build_inputs(name, 2, length=length)
         arguments = {**MODES[mode](repeats), "max_new_tokens": 5, "eos_token_id": None}
@@ -52,8 +52,8 @@ class PromptSharingTest(ExpansionTestCase):
                 model.register_forward_pre_hook(start_again)
                 model.generate(**inputs, **arguments, prompt_expansion=strategy)
             largest[strategy] = floats.largest
-        self.assertLess(largest["share"], 2 * repeats * length)
-        self.assertGreater(largest["copy"], 2 * repeats * length)
+        self.assertLessEqual(largest["share"], 2 * repeats * (length + 5))
+        self.assertGreater(largest["copy"], 4 * repeats * length)
 
     @parameterized.expand(product(("llama", "gemma3", "bart", "t5"), MODES))
     def test_static_cache(self, name: str, mode: str):
