@@ -189,10 +189,10 @@ class TestRule:
 
     def test_those_that_need_nothing_of_the_fork(self):
         tests = upstream_tests()
-        assert {"tests.generation.test_prefill", "tests.cache.test_shared_prefix"} <= set(tests)
+        assert {"tests.generation.test_prefill", "tests.cache.test_batch_expansion"} <= set(tests)
         for name in ("test_architectures", "test_differential", "test_whisper"):
             assert f"tests.generation.{name}" not in tests
-        assert "tests.cache.test_shared_prefix_operations" not in tests
+        assert "tests.sharing.test_states" not in tests
         assert not any(name.startswith(("tests.fork", "tests.examples")) for name in tests)
 
     def test_imports_are_followed(self):

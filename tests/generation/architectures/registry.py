@@ -154,6 +154,7 @@ FLOAT32 = {
     "bloom": _MASK,
     "flint": _SOFTMAX,
     "gemma2": _MASK,
+    "gpt_neo": "scores in float32",
     "granite_swa": _MASK,
     "granitemoe_swa": _MASK,
     "hy_v4": "hyper-connections in float32",

@@ -178,7 +178,7 @@ def watch_forwards() -> Iterator[dict[str, Any]]:
             state = {"cache": kwargs.get("cache")} | output
             seen.setdefault("rows", output.logits.shape[0])
             seen.setdefault("cache", _describe_cache(state))
-            _note_sharing(state["cache"], seen)
+            _note_sharing(state.get("cache"), seen)
 
     own = GenerationMixin.generate
 
