@@ -18,7 +18,7 @@ export PIP_COMPILE := 0
 # hqq would look for a CUDA compiler while it is installed
 export DISABLE_CUDA := 1
 
-.PHONY: develop test test-fast test-ecosystem test-torch test-upstream fuzz demo bench bench-peers patch patches sweep-patches \
+.PHONY: develop test test-fast test-ecosystem test-torch test-upstream fuzz demo bench bench-overhead bench-peers patch patches sweep-patches \
 	lint types format wheel release drift rebase clean needs-TORCH needs-UPSTREAM needs-VERSION
 
 $(VENV)/.dev: requirements-dev.txt pyproject.toml setup.py utils/fork/upstream.toml
@@ -95,6 +95,10 @@ $(VENV)/.benchmark: benchmark/requirements.txt $(VENV)/.examples
 # Upstream against the fork: make bench ARGUMENTS="--lengths 2048 --sequences 1 6"
 bench: develop $(VENV)/.benchmark
 	OMP_WAIT_POLICY=PASSIVE $(PY) -m benchmark.prefill $(ARGUMENTS)
+
+# What the default costs where it can gain little: make bench-overhead ARGUMENTS="--models llama"
+bench-overhead: develop
+	OMP_NUM_THREADS=1 $(PY) -m benchmark.overhead $(ARGUMENTS)
 
 # Other engines on the same workload, each in an environment of its own: make bench-peers ARGUMENTS="--peers ctranslate2"
 bench-peers: develop $(VENV)/.benchmark

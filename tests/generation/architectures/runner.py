@@ -5,7 +5,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -144,7 +144,7 @@ def digest(model: PreTrainedModel) -> str:
 
 def generate(model: PreTrainedModel, inputs: Inputs, arguments: dict[str, Any]) -> Generation:
     torch.manual_seed(1)
-    with watch_forwards() as seen, strategies() as taken:
+    with watch_forwards(model) as seen, strategies() as taken:
         output = model.generate(
             **inputs,
             **arguments,
@@ -160,11 +160,11 @@ def generate(model: PreTrainedModel, inputs: Inputs, arguments: dict[str, Any]) 
 
 
 @contextmanager
-def watch_forwards() -> Iterator[dict[str, Any]]:
+def watch_forwards(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     """
     Notes the rows of the logits, and the cache, of the first forward pass of a model that generates, and how the layers of
-    the cache share in the passes of the same model. Each part of a model has hooks only while it generates by itself: on
-    other parts they would look like hooks that treat rows differently.
+    the cache share in the passes of the same model. Parts of `model` have hooks only while they generate by themselves: else
+    these would look like hooks that treat rows differently.
     """
     seen: dict[str, Any] = {"attention_layers": 0, "shared_layers": 0, "expanding": set()}
 
@@ -180,18 +180,24 @@ def watch_forwards() -> Iterator[dict[str, Any]]:
             seen.setdefault("cache", _describe_cache(state))
             _note_sharing(state.get("cache"), seen)
 
-    own = GenerationMixin.generate
-
-    @wraps(own)
-    def generate(module: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def hooked(module: PreTrainedModel) -> Iterator[None]:
         hooks = [module.register_forward_pre_hook(start), module.register_forward_hook(end, with_kwargs=True)]
         try:
-            return own(module, *args, **kwargs)
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    with mock.patch.object(GenerationMixin, "generate", generate):
+    own = GenerationMixin.generate
+
+    @wraps(own)
+    def generate(module: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if module is model else hooked(module):
+            return own(module, *args, **kwargs)
+
+    # Some models have a `generate` that doesn't call the library's
+    with hooked(model), mock.patch.object(GenerationMixin, "generate", generate):
         yield seen
 
 
