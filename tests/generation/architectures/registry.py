@@ -149,20 +149,26 @@ EXCLUDED: dict[str | tuple[str, str], str] = {
 _MASK = "softmax in float32 makes infinities of the float64 mask"
 _MASK_CONVERSION = "does not convert the float64 minimum"
 _SOFTMAX = "softmax in float32"
+_ROUTER = "scores of experts in float32"
 # Models that run in float32, and why float64 would not make them exact
 FLOAT32 = {
     "bloom": _MASK,
     "flint": _SOFTMAX,
+    ("images", "glm5_next"): _ROUTER,
     "gemma2": _MASK,
     "gpt_neo": "scores in float32",
     "granite_swa": _MASK,
     "granitemoe_swa": _MASK,
     "hy_v4": "hyper-connections in float32",
     "hy_v4_vl": "hyper-connections in float32",
+    ("images", "inkling2_loop"): _ROUTER,
     "kosmos-2": _MASK_CONVERSION,
     "kyutai_speech_to_text": "codec in float32",
     "mpt": _MASK,
+    ("images", "muse_spark"): _ROUTER,
+    "nllb-moe": _ROUTER,
     "prophetnet": _MASK,
+    "switch_transformers": _ROUTER,
     "t5gemma": _SOFTMAX,
     "vaultgemma": _MASK,
     "voxtral_realtime": "time embedding in float32",
