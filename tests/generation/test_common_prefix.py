@@ -8,6 +8,7 @@ import torch
 from parameterized import parameterized
 from safetensors.torch import load
 
+import transformers
 from transformers import DynamicCache
 from transformers.generation import common_prefix, prefill
 from transformers.generation.common_prefix import align
@@ -153,6 +154,76 @@ class TokensTest(ShortPrefixTest):
             want = load(oracle().run(run, name, 3, {**SETTINGS, **arguments}, inputs=inputs))
             got = load(run(name, 3, {**SETTINGS, **arguments}, inputs=inputs))
             self.assertTrue(torch.equal(got["sequences"], want["sequences"]))
+
+
+OTHERS = {
+    "opt": ("OPT", {"hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "bloom": ("Bloom", {"hidden_size": 32, "n_head": 4}),
+    "mistral": (
+        "Mistral",
+        {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 6},
+    ),
+    "gpt_neo": (
+        "GPTNeo",
+        {"hidden_size": 32, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 6},
+    ),
+}
+
+
+def run_other(name: str, inputs: dict, arguments: dict) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """Generates with a tiny model that isn't among the `tiny_models`. Runs in the oracle, too."""
+    family, sizes = OTHERS[name]
+    heads = {} if name in ("bloom", "gpt_neo") else {"num_attention_heads": 4, "num_hidden_layers": 2}
+    heads |= {"n_layer": 2} if name == "bloom" else {"num_heads": 4} if name == "gpt_neo" else {}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY,
+        initializer_range=0.35,
+        init_std=0.35,
+        pad_token_id=PAD,
+        bos_token_id=1,
+        **heads,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    return generate(model, inputs, **arguments)
+
+
+def run_adapted(inputs: dict, arguments: dict) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """Generates with a LoRA adapter. Runs in the oracle, too."""
+    import peft
+
+    model = build_model("llama")
+    torch.manual_seed(1)
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, adapter).eval()
+    torch.manual_seed(0)
+    with forwarded(model) as shapes:
+        output = adapted.generate(**inputs, **SETTINGS, **arguments)
+    return output, shapes
+
+
+class OtherModelsTest(ShortPrefixTest):
+    @parameterized.expand(
+        [(name, layout, beams) for name in OTHERS for layout in ("uniform", "ragged") for beams in (1, 2)]
+    )
+    def test_architectures(self, name: str, layout: str, beams: int):
+        inputs = prompts(*LAYOUTS[layout])
+        got, shapes = run_other(name, inputs, {"num_beams": beams})
+        want, whole = oracle().run(run_other, name, inputs, {"num_beams": beams})
+        # Windows, and biases that are told apart by the length of the mask
+        takes_ragged = name == "opt"
+        self.assertEqual(shapes[0][0], 1 if layout == "uniform" or takes_ragged else 3)
+        self.assertEqual(whole[0][0], 3 * beams)
+        self.assertTrue(torch.equal(got, want))
+
+    @parameterized.expand([1, 3])
+    def test_lora(self, beams: int):
+        inputs = prompts([1, 5, 3])
+        got, shapes = run_adapted(inputs, {"num_beams": beams})
+        want, _ = oracle().run(run_adapted, inputs, {"num_beams": beams})
+        self.assertEqual(shapes[:2], [(1, PREFIX), (3, 5)])
+        self.assertTrue(torch.equal(got, want))
 
 
 class ReasonTest(ShortPrefixTest):
