@@ -364,7 +364,8 @@ def test_shared_prompt_same_as_upstream(case: Case):
 def prefix_cases(draw) -> Case:
     """Prompts that begin alike, with tails and pads of random length, some of them several times."""
     tokens = st.integers(3, VOCABULARY - 1)
-    prefix = draw(st.lists(tokens, min_size=1, max_size=16))
+    length = draw(st.integers(1, 16))
+    prefix = draw(st.lists(tokens, min_size=length, max_size=length))
     distinct = draw(st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=2, max_size=4))
     if draw(st.booleans()):
         size = min(map(len, distinct))
