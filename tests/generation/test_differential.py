@@ -358,3 +358,70 @@ def test_same_as_upstream_with_repeated_prompts(case: Case):
 @given(st.booleans().flatmap(lambda repeated: cases(repeated, share=True)))
 def test_shared_prompt_same_as_upstream(case: Case):
     assert_same_as_upstream(case, prompt_expansion="share")
+
+
+@st.composite
+def prefix_cases(draw) -> Case:
+    """Prompts that begin alike, with tails and pads of random length, some of them several times."""
+    tokens = st.integers(3, VOCABULARY - 1)
+    length = draw(st.integers(1, 16))
+    prefix = draw(st.lists(tokens, min_size=length, max_size=length))
+    distinct = draw(st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=2, max_size=4))
+    if draw(st.booleans()):
+        size = min(map(len, distinct))
+        distinct = [tail[:size] for tail in distinct]
+    picks = list(range(len(distinct))) + draw(st.lists(st.integers(0, len(distinct) - 1), max_size=3))
+    rows = [prefix + distinct[pick] for pick in draw(st.permutations(picks))]
+    longest = max(map(len, rows)) + draw(st.integers(0, 2))
+    padding = [longest - len(row) for row in rows]
+    expand_size, arguments = draw(modes(share=False))
+    arguments |= draw(penalties()) | {"max_new_tokens": draw(st.integers(1, 6))}
+    arguments |= {"eos_token_id": draw(st.sampled_from([EOS, None])), "pad_token_id": PAD}
+    if draw(st.booleans()):
+        arguments |= {"return_dict_in_generate": True, "output_scores": True}
+    if draw(st.integers(0, 3)) == 0:
+        arguments["prefill_chunk_size"] = draw(st.integers(1, 9))
+    return Case(
+        name=draw(st.sampled_from([*DECODER_ONLY, "mixtral"])),
+        input_ids=[[PAD] * pads + row for pads, row in zip(padding, rows, strict=True)],
+        padding=padding,
+        arguments=arguments,
+        expand_size=expand_size,
+    )
+
+
+def takes_prefix(case: Case, minimal_tokens: int) -> bool:
+    """Whether the common beginning of the prompts is to be computed by itself."""
+    rows = {tuple(row[pads:]) for row, pads in zip(case.input_ids, case.padding, strict=True)}
+    common = 0
+    while common < min(map(len, rows)) - 1 and len({row[common] for row in rows}) == 1:
+        common += 1
+    is_ragged = len(set(case.padding)) > 1
+    is_padded = is_ragged or case.padding[0] > 0
+    is_readable = not (is_ragged and case.name == "gemma3") and not (
+        is_padded and "return_dict_in_generate" in case.arguments
+    )
+    return len(rows) > 1 and common >= minimal_tokens and is_readable
+
+
+@given(prefix_cases())
+def test_same_as_upstream_with_a_common_prefix(case: Case):
+    # The oracle imports this module too
+    from transformers.generation import common_prefix
+
+    note(repr(case))
+    with patch.multiple(common_prefix, MINIMAL_TOKENS=4, MINIMAL_SAVING=1):
+        ours = run_case(case, prefix_repeats=1)
+    theirs = oracle().run(run_case, case, prefix_repeats=1)
+    assert ours[0] == theirs[0], (ours, theirs)
+    if ours[0] == "error":
+        event(f"both raise {ours[1]}")
+        assert ours == theirs
+        return
+    ours, theirs = load(ours[1]), load(theirs[1])
+    is_taken = takes_prefix(case, minimal_tokens=4)
+    event(f"prefix once: {is_taken}")
+    assert ours["rows"] == (1 if is_taken else case.prefilled_rows())
+    for found in (ours, theirs):
+        del found["forwards"], found["query_length"]
+    assert_same(ours, theirs, 1e-4)

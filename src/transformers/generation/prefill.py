@@ -526,7 +526,9 @@ def plan_prefill(
         max(generation_config.num_beams, generation_config.num_return_sequences),
         inputs_tensor.shape[0],
     )
+    is_prepared = cache_rows(model_kwargs.get("cache")) == 1 < batch_size
     if count == 1 and (batch_size == 1 or requested == "recompute"):
+        _refuse_prepared(is_prepared, "all rows are asked for", batch_size)
         return PrefillPlan("recompute", "there is one row per prompt")
 
     obstacle, doubt, watched = why_not_prefill_once(
@@ -537,7 +539,6 @@ def plan_prefill(
     if obstacle is None and doubt is not None and not overrides_doubt:
         obstacle = doubt
     if obstacle is not None or requested == "recompute":
-        is_prepared = cache_rows(model_kwargs.get("cache")) == 1 < batch_size
         _refuse_prepared(is_prepared, obstacle or "all rows are asked for", batch_size)
         return _refuse_or_recompute(model, requested, obstacle, count)
 
@@ -545,7 +546,7 @@ def plan_prefill(
     equal_rows = prefix = None
     if batch_size > 1 and watched:
         obstacle = f"a hook of a {type(watched[0]).__name__} may treat rows differently"
-        _refuse_prepared(cache_rows(model_kwargs.get("cache")) == 1, obstacle, batch_size)
+        _refuse_prepared(is_prepared, obstacle, batch_size)
         _log_all_prefilled(model, obstacle)
     elif batch_size > 1:
         equal_rows, prefix = _compare_prompts(model, decoding_method, generation_config, inputs_tensor, model_kwargs)
