@@ -20,6 +20,7 @@ from utils.fork.build import PACKAGE, REPOSITORY, check_upstream, read_pin
 from utils.fork.codemod import ReplaceStatement
 from utils.fork.edits import EDITS
 from utils.fork.patch import (
+    INHERITING,
     STYLE,
     PatchError,
     edits_for_upstream,
@@ -156,7 +157,10 @@ class TestApplied:
         modular = [path.replace("/modeling_", "/modular_") for path in checkout.paths if "/modeling_" in path]
         there = {path for path in modular if (checkout.folder / path).exists()}
         assert f"src/{PACKAGE}/models/minimax/modular_minimax.py" in there
-        assert there <= set(checkout.paths)
+        inheriting = {path for path in there if any(f"/{folder}/" in path for folder in INHERITING)}
+        assert len(inheriting) == len(INHERITING)
+        assert not any("expand_kv" in (checkout.folder / path).read_text() for path in inheriting)
+        assert there - inheriting <= set(checkout.paths)
 
     def test_nothing_of_the_fork_goes_along(self, checkout):
         text = checkout.text.lower()

@@ -18,6 +18,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation import equal_rows as module
 from transformers.generation import prefill
 from transformers.generation.equal_rows import EqualRows, find_equal_rows, fingerprint_rows, why_not_compare
+from transformers.prefix_sharing import SegmentedStates
 from transformers.utils import logging as transformers_logging
 
 from .runs import ALL_OUTPUTS, assert_same, forwarded, run_both
@@ -367,8 +368,8 @@ class ForkTest(unittest.TestCase):
         model, found = build_model("llama"), []
 
         def record(module, args, kwargs):
-            layer = kwargs["cache"].layers[0]
-            found.append(layer.prefix[0].shape[0] if hasattr(layer, "prefix") else 0)
+            keys = kwargs["cache"].layers[0].keys if kwargs["cache"].layers else None
+            found.append(keys.segments[0].shape[0] if isinstance(keys, SegmentedStates) else 0)
 
         model.register_forward_pre_hook(record, with_kwargs=True)
         for layout, prefixes in (("consecutive", [0, 2, 2, 2, 2]), ("shuffled", [0, 0, 0, 0, 0])):
@@ -378,13 +379,13 @@ class ForkTest(unittest.TestCase):
 
     def test_mode_that_cannot_share_is_not_refused_for_equal_rows(self):
         """Nobody asked for several rows: what the batch holds must not make a call fail."""
-        model, inputs = build_model("gpt_neox"), repeated_inputs("gpt_neox", LAYOUTS["consecutive"])
+        model, inputs = build_model("llama"), repeated_inputs("llama", LAYOUTS["consecutive"])
         with logged() as messages:
-            _, shapes = generate(model, inputs, prompt_expansion="share")
+            _, shapes = generate(model, inputs, prompt_expansion="share", use_cache=False)
         self.assertEqual(shapes[0][0], 2)
-        self.assertRegex(messages[-1], "prompt_expansion='copy' .*without its `kwargs`")
+        self.assertRegex(messages[-1], "prompt_expansion='copy' .*there is no cache")
         with self.assertRaisesRegex(ValueError, "prompt_expansion='share'"):
-            generate(model, inputs, prompt_expansion="share", num_beams=2)
+            generate(model, inputs, prompt_expansion="share", use_cache=False, num_beams=2)
 
 
 class ReasonTest(unittest.TestCase):

@@ -629,11 +629,17 @@ class OwnTest(unittest.TestCase):
 @contextlib.contextmanager
 def functions_run() -> Iterator[list[str]]:
     """Names the functions of our modules that are called."""
-    from transformers.generation import beam_reordering, equal_rows, group_beam_search, prefill, prefill_obstacles
+    from transformers.generation import (
+        beam_reordering,
+        common_prefix,
+        equal_rows,
+        group_beam_search,
+        prefill,
+        prefill_obstacles,
+    )
 
-    files = {
-        module.__file__ for module in (beam_reordering, equal_rows, group_beam_search, prefill, prefill_obstacles)
-    }
+    modules = (beam_reordering, common_prefix, equal_rows, group_beam_search, prefill, prefill_obstacles)
+    files = {module.__file__ for module in modules}
     files = {inspect.getsourcefile(sys.modules[prefill.__name__]), *files}
     called = []
 

@@ -6,15 +6,18 @@ import logging
 import tempfile
 import unittest
 from itertools import product
+from unittest import mock
 
 import torch
 from parameterized import parameterized
 from torch import nn
+from torch.nn import functional as F
 
 import transformers
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 from transformers.generation import prefill_obstacles
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
+from transformers.prefix_sharing import SegmentedStates
 from transformers.utils import logging as transformers_logging
 
 from .runs import ALL_OUTPUTS, MODES, assert_same, forwarded, run_both
@@ -148,8 +151,9 @@ class ShareTest(ExpansionTestCase):
         model, addresses = build_model("llama"), []
 
         def record(module, args, kwargs):
-            layers = kwargs["cache"].layers
-            addresses.append([layer.prefix[0].data_ptr() for layer in layers if hasattr(layer, "prefix")])
+            keys = [layer.keys for layer in kwargs["cache"].layers]
+            shared = [states for states in keys if isinstance(states, SegmentedStates)]
+            addresses.append([states.segments[0].data_ptr() for states in shared])
 
         handle = model.register_forward_pre_hook(record, with_kwargs=True)
         generate(model, {**MODES["beam"](4), "max_new_tokens": 6, "eos_token_id": None}, **build_inputs("llama", 2))
@@ -203,13 +207,14 @@ class ShareTest(ExpansionTestCase):
         self.assert_refused(pattern, model, **arguments, prompt_expansion="share")
 
     def test_attention_that_cannot_share(self):
-        self.assert_refused(
-            "GPTNeoXAttention calls `update` without its `kwargs`",
-            build_model("gpt_neox"),
-            **build_inputs("gpt_neox", 2),
-            num_beams=3,
-            prompt_expansion="share",
-        )
+        with mock.patch.object(F, "scaled_dot_product_attention", lambda *args, **kwargs: None):
+            self.assert_refused(
+                "`torch.nn.functional.scaled_dot_product_attention` has been replaced",
+                build_model("llama"),
+                **build_inputs("llama", 2),
+                num_beams=3,
+                prompt_expansion="share",
+            )
 
 
 class ObstacleTest(ExpansionTestCase):

@@ -156,6 +156,10 @@ def our_files(proposal: Proposal, upstream_files: Mapping[str, Path]) -> dict[st
     return {place: contents[path] for path, place in places.items()}
 
 
+# Modular files whose classes inherit what an edit changes: upstream's converter takes it from the modular file of the parent
+INHERITING = ("models/glm4_moe_lite", "models/hy_v4_vl", "models/youtu")
+
+
 def edits_for_upstream(edits: Sequence[Edit], upstream_files: Mapping[str, Path]) -> list[Edit]:
     """
     Adds the edits of modular files: upstream generates a `modeling_*.py` from the `modular_*.py` beside it, if there is
@@ -165,7 +169,8 @@ def edits_for_upstream(edits: Sequence[Edit], upstream_files: Mapping[str, Path]
     for edit in edits:
         path = PurePosixPath(edit.path)
         modular = str(path.with_name(path.name.replace("modeling_", "modular_", 1)))
-        if path.name.startswith("modeling_") and modular in upstream_files:
+        inherits = str(path.parent) in INHERITING
+        if path.name.startswith("modeling_") and modular in upstream_files and not inherits:
             twins.append(replace(edit, path=modular))
     return [*edits, *twins]
 

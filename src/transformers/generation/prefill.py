@@ -585,7 +585,7 @@ def _refuse_or_recompute(model: "PreTrainedModel", requested: str, obstacle: str
         _log_strategy(model, "recompute", reason)
     else:
         _log_all_prefilled(model, reason)
-    return PrefillPlan("recompute", reason, count)
+    return PrefillPlan("recompute", reason, num_sequences=count)
 
 
 def _log_strategy(model: "PreTrainedModel", strategy: str, reason: str) -> None:
