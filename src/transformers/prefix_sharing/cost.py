@@ -5,7 +5,7 @@ Where sharing pays.
 Sharing reads the prompt's keys and values once for all rows, and copies none of them, but makes more calls in each layer and
 step than copying does. So it pays from an amount of keys on, which was measured for one layer's step
 (`benchmark/attention_step.py`), and, with all that a layer adds, for whole models (`make bench-overhead`); the tables are in
-benchmark/LOG.md. Where few steps follow, the calls are outweighed by the prompts that upstream computes more often.
+benchmark/LOG.md. Where few steps follow, the calls are outweighed by the prompts that would be computed once per row.
 """
 
 from dataclasses import dataclass
