@@ -54,7 +54,8 @@ def build_model(name: str) -> Any:
         d_model=64,
         d_kv=16,
         d_ff=96,
-        num_layers=2,
+        # Upstream makes as many layers of the decoder's cache
+        num_layers=12,
         num_decoder_layers=12,
         num_heads=4,
         decoder_start_token_id=0,
